@@ -1,0 +1,36 @@
+"""Communication: buckets, the two-phase exchange, dense averaging and the byte ledger."""
+
+from lightning_onebit.comm.buckets import Bucket, Plan, Span, is_dense, memory_order, plan_buckets
+from lightning_onebit.comm.control import Control, PlanMismatch, control_round, handshake
+from lightning_onebit.comm.exchange import Codec, Exchange, chunk_order, mean_in_order
+from lightning_onebit.comm.ledger import ByteLedger, StepRecord
+from lightning_onebit.comm.reducer import Reducer
+from lightning_onebit.comm.topology import Topology, distributed_world
+from lightning_onebit.comm.transport import DEFAULT_TIMEOUT, CollectiveFailure, CollectiveTimeout, Pending, Transport
+
+__all__ = [
+    "DEFAULT_TIMEOUT",
+    "Bucket",
+    "ByteLedger",
+    "Codec",
+    "CollectiveFailure",
+    "CollectiveTimeout",
+    "Control",
+    "Exchange",
+    "Pending",
+    "Plan",
+    "PlanMismatch",
+    "Reducer",
+    "Span",
+    "StepRecord",
+    "Topology",
+    "Transport",
+    "chunk_order",
+    "control_round",
+    "distributed_world",
+    "handshake",
+    "is_dense",
+    "mean_in_order",
+    "memory_order",
+    "plan_buckets",
+]

@@ -1,0 +1,121 @@
+"""Small rounds in which all ranks learn the same facts: the control round of a step and the handshake before the first."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lightning_onebit.comm.transport import Transport
+
+_HEADER = struct.Struct("<dI")
+
+
+@dataclass(frozen=True)
+class Control:
+    """What all ranks know alike about a step's local gradients.
+
+    Attributes:
+        sum_squares: sum over ranks of the squared norms of their local gradients.
+        finite: no rank saw a non-finite value.
+        present: per parameter, whether any rank has a gradient.
+        ranks: number of ranks.
+    """
+
+    sum_squares: float
+    finite: bool
+    present: tuple[bool, ...]
+    ranks: int
+
+    @property
+    def norm(self) -> float:
+        """The global norm under compression: ``sqrt((1/n) sum_i ||g_i||^2)``."""
+        return (self.sum_squares / self.ranks) ** 0.5
+
+
+def control_round(
+    transport: Transport, sum_squares: float, non_finite: int, present: Sequence[bool], device: torch.device
+) -> Control:
+    """One small all-gather: every rank's squared norm, non-finite flag and presence bits, combined in rank order.
+
+    An all-gather rather than an all-reduce, because each rank then does the same sums in the same order: the result is bitwise
+    equal everywhere whatever the backend. Payload: 12 bytes and one bit per parameter.
+
+    Args:
+        transport: whose ranks take part.
+        sum_squares: this rank's squared gradient norm.
+        non_finite: how many of its tensors hold a non-finite value.
+        present: per parameter, whether this rank has a gradient.
+        device: device of the parameters (control tensors live there with NCCL).
+    """
+    bits = bytearray(-(-len(present) // 8))
+    for index, flag in enumerate(present):
+        bits[index // 8] |= flag << (index % 8)
+    payload = _HEADER.pack(sum_squares, non_finite) + bytes(bits)
+    rows = _gather_bytes(transport, payload, device, "control round (norm, non-finite flags, presence of gradients)")
+    total, bad, merged = 0.0, 0, bytearray(len(bits))
+    for row in rows:
+        squares, flags = _HEADER.unpack(row[: _HEADER.size])
+        total += squares
+        bad += flags
+        merged = bytearray(x | y for x, y in zip(merged, row[_HEADER.size :], strict=True))
+    anywhere = tuple(bool(merged[i // 8] >> (i % 8) & 1) for i in range(len(present)))
+    return Control(total, bad == 0, anywhere, len(rows))
+
+
+class PlanMismatch(RuntimeError):
+    """The ranks do not run the same program: the message names the first difference."""
+
+
+def handshake(transport: Transport, description: Sequence[str], device: torch.device, subject: str = "plan") -> str:
+    """Compares what the ranks are about to do, before the first collective that relies on it.
+
+    Args:
+        transport: whose ranks take part.
+        description: one line per fact (parameter names, shapes, dtypes, options ...), in a fixed order.
+        device: device of the parameters.
+        subject: what is compared, for the message.
+
+    Returns:
+        The common hash, hexadecimal.
+
+    Raises:
+        PlanMismatch: on every rank, naming the first rank that differs from rank 0 and the first line that differs.
+    """
+    text = json.dumps(list(description)).encode()
+    digest = hashlib.sha256(text).digest()
+    # hash and length travel together, so that the texts can follow in one more round without asking again
+    rows = _gather_bytes(transport, digest + struct.pack("<Q", len(text)), device, f"handshake ({subject})")
+    if len(set(rows)) == 1:
+        return digest.hex()
+    longest = max(struct.unpack("<Q", row[32:])[0] for row in rows)
+    texts = _gather_bytes(transport, text.ljust(longest), device, f"handshake ({subject}, texts)")
+    lists = [json.loads(t) for t in texts]
+    for rank, other in enumerate(lists):
+        if other != lists[0]:
+            raise PlanMismatch(_first_difference(subject, lists[0], rank, other))
+    raise PlanMismatch(f"the {subject} hashes of the ranks differ although the texts are equal")  # pragma: no cover
+
+
+def _first_difference(subject: str, mine: list[str], rank: int, other: list[str]) -> str:
+    for a, b in zip(mine, other, strict=False):
+        if a != b:
+            return f"ranks disagree about the {subject}: rank 0 has [{a}], rank {rank} has [{b}]; run the same code and options on every rank"
+    longer, who = (mine, 0) if len(mine) > len(other) else (other, rank)
+    extra = longer[min(len(mine), len(other))]
+    return (
+        f"ranks disagree about the {subject}: only rank {who} (compared with rank {rank if who == 0 else 0}) has [{extra}]; "
+        "run the same code and options on every rank"
+    )
+
+
+def _gather_bytes(transport: Transport, payload: bytes, device: torch.device, what: str) -> list[bytes]:
+    device = transport.device(device)
+    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
+    out = torch.empty((transport.size, len(payload)), dtype=torch.uint8, device=device)
+    transport.all_gather(out, mine, transport.topology.group, what=what, link=None).wait()
+    return [bytes(row.tolist()) for row in out.cpu()]

@@ -1,0 +1,147 @@
+"""The two-phase exchange: round 1 sends every rank its chunk, the owner reduces, round 2 sends the result to all.
+
+Two collectives per bucket (four when hierarchical), pipelined: while bucket k is on the wire, bucket k+1 is encoded and bucket
+k-1 is finished. Collectives are asynchronous and issued in the same order on all ranks. What is sent is the codec's business.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.comm.buckets import Bucket
+from lightning_onebit.comm.transport import Pending, Transport
+
+
+class Codec(Protocol):
+    """What an algorithm puts on the wire and does with what comes back."""
+
+    def local(self, bucket: Bucket) -> Tensor:
+        """fp32 flat of the whole bucket: the quantity that ranks of a node average before compression (hierarchical only)."""
+
+    def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
+        """Worker side: uint8 ``(nodes, row bytes)``, row l for the owner on node l. ``shard``: node mean of ``local`` or None when flat."""
+
+    def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
+        """Server side: uint8 reply for this rank's chunk from ``received`` of shape ``(nodes, row bytes)``."""
+
+    def finish(self, bucket: Bucket, gathered: Tensor) -> None:
+        """Every rank: ``gathered`` is uint8 ``(size, reply bytes)``, row r the chunk ``[r, r+1) * blocks/size`` of the bucket."""
+
+    def reply_buffer(self, bucket: Bucket) -> Tensor:
+        """uint8 ``(size, reply bytes)`` that round 2 writes into."""
+
+
+def chunk_order(size: int, ranks_per_node: int) -> list[int]:
+    """Which chunk each rank owns: rank ``l*K + k`` owns chunk ``k*L + l``, so that shard k is contiguous."""
+    nodes = size // ranks_per_node
+    return [(r % ranks_per_node) * nodes + r // ranks_per_node for r in range(size)]
+
+
+class Exchange:
+    """Runs codecs over buckets.
+
+    Args:
+        transport: collectives, ledger and timeouts.
+        depth: buckets in flight at once.
+    """
+
+    def __init__(self, transport: Transport, depth: int = 3) -> None:
+        self.transport = transport
+        self.depth = depth
+
+    def run(self, buckets: Sequence[Bucket], codec: Codec) -> None:
+        """Exchanges all buckets; returns when the last one is finished.
+
+        Raises:
+            CollectiveTimeout: a rank did not join a collective; the message names rank, step, round and bucket.
+            CollectiveFailure: a collective failed.
+        """
+        flying: deque[_Flight] = deque()
+        waiting = deque(buckets)
+        # A tick: launch the next bucket, then move every older one a stage on, oldest first. The order depends on nothing but
+        # the number of buckets, so all ranks issue the same sequence of collectives.
+        while waiting or flying:
+            newest: _Flight | None = None
+            if waiting and len(flying) < self.depth:
+                newest = _Flight(self._journey(waiting.popleft(), codec))
+                newest.advance()
+                flying.append(newest)
+            for flight in [f for f in flying if f is not newest]:
+                flight.advance()
+            while flying and flying[0].landed:
+                flying.popleft()
+            if newest is not None and newest.landed:
+                flying.remove(newest)
+
+    def _journey(self, bucket: Bucket, codec: Codec) -> Generator[Pending, None, None]:
+        transport, topology = self.transport, self.transport.topology
+        ledger, where = transport.ledger, f"bucket {bucket.index}"
+        shard = None
+        if topology.hierarchical:
+            with ledger.compressing():
+                local = codec.local(bucket).view(topology.ranks_per_node, -1)
+            parts = torch.empty_like(local)
+            yield transport.all_to_all(
+                parts, local, topology.intra_group, what=f"node round (reduce-scatter) of {where}", link="intra"
+            )
+            with ledger.compressing():
+                shard = mean_in_order(parts)
+        with ledger.compressing():
+            sent = codec.encode(bucket, shard)
+        received = torch.empty_like(sent)
+        yield transport.all_to_all(
+            received, sent, topology.inter_group, what=f"round 1 (all-to-all) of {where}", link="inter"
+        )
+        with ledger.compressing():
+            reply = codec.reduce(bucket, received)
+        gathered = codec.reply_buffer(bucket)
+        if not topology.hierarchical:
+            yield transport.all_gather(
+                gathered, reply, topology.inter_group, what=f"round 2 (all-gather) of {where}", link="inter"
+            )
+        else:
+            rows = torch.empty((topology.nodes, reply.numel()), dtype=reply.dtype, device=reply.device)
+            yield transport.all_gather(
+                rows, reply, topology.inter_group, what=f"round 2 (all-gather) of {where}", link="inter"
+            )
+            yield transport.all_gather(
+                gathered.view(topology.ranks_per_node, -1),
+                rows,
+                topology.intra_group,
+                what=f"node round (all-gather) of {where}",
+                link="intra",
+            )
+        with ledger.compressing():
+            codec.finish(bucket, gathered)
+
+
+def mean_in_order(parts: Tensor) -> Tensor:
+    """Mean of the rows of an fp32 tensor, summed in row order, then times fp32(1/rows)."""
+    total = parts[0].clone()
+    for row in range(1, parts.shape[0]):
+        total += parts[row]
+    return total.mul_(torch.tensor(1.0 / parts.shape[0], dtype=torch.float32, device=parts.device))
+
+
+class _Flight:
+    """A bucket's journey and the collective it waits for."""
+
+    def __init__(self, journey: Generator[Pending, None, None]) -> None:
+        self._journey = journey
+        self._pending: Pending | None = None
+        self.landed = False
+
+    def advance(self) -> None:
+        """Waits for the collective under way, then runs up to the next one."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        try:
+            self._pending = next(self._journey)
+        except StopIteration:
+            self.landed = True

@@ -1,0 +1,209 @@
+"""Dense gradient averaging, overlapped with backward: what DistributedDataParallel does, without wrapping a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.comm.transport import Pending, Transport
+
+
+class _DenseBucket:
+    """A flat buffer for some parameters' gradients, with one presence slot per parameter at its end."""
+
+    def __init__(self, params: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> None:
+        self.indices = tuple(indices)
+        self._params = [params[i] for i in indices]
+        self.dtype, self.device = self._params[0].dtype, self._params[0].device
+        self._numel = sum(p.numel() for p in self._params)
+        self.flat: Tensor | None = None
+        self.views: list[Tensor] = []
+        self.pending: Pending | None = None
+        self.missing = len(indices)
+
+    def allocate(self) -> None:
+        if self.flat is not None:
+            return
+        self.flat = torch.zeros(self._numel + len(self.indices), dtype=self.dtype, device=self.device)
+        self.views, start = [], 0
+        for p in self._params:
+            # the parameter's own strides, so that the view can stand as its .grad
+            self.views.append(self.flat.as_strided(p.shape, p.stride(), start))
+            start += p.numel()
+
+    @property
+    def slots(self) -> Tensor:
+        """Presence slots: after the sum over ranks, positive where any rank has a gradient."""
+        assert self.flat is not None
+        return self.flat[self._numel :]
+
+
+class Reducer:
+    """Averages gradients over the ranks of a transport, bucket by bucket, as they arrive.
+
+    Each gradient is multiplied by ``1/n`` into a flat bucket (as DDP does) and the bucket is summed over the ranks as soon as its
+    last gradient has landed and all earlier buckets have been launched; what never lands is launched by ``finish()`` as zeros, so
+    there is no ``find_unused_parameters`` to set. Afterwards ``.grad`` is a view of the bucket: no copy back, and the tensor
+    autograd made is freed. A parameter without a gradient on all ranks keeps ``.grad is None``.
+
+    Args:
+        params: parameters of any floating dtype; buckets follow their reverse order and never mix dtypes.
+        transport: the ranks.
+        bucket_bytes: about how large a bucket is.
+        overlap: False launches everything in ``finish()`` (for models that run backward hooks of a parameter more than once,
+            such as re-entrant activation checkpointing).
+    """
+
+    def __init__(
+        self, params: Sequence[torch.nn.Parameter], transport: Transport, bucket_bytes: int, overlap: bool = True
+    ) -> None:
+        self.params = list(params)
+        self.transport = transport
+        self.overlap = overlap
+        self._buckets = self._plan(bucket_bytes)
+        self._place = {i: (b, k) for b in self._buckets for k, i in enumerate(b.indices)}
+        self._armed = False
+        self._next = 0
+        self._ready = [False] * len(self.params)
+        self._handles = [
+            p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self.params) if p.requires_grad
+        ]
+
+    def _plan(self, bucket_bytes: int) -> list[_DenseBucket]:
+        buckets, current, size = [], [], 0
+        for i in reversed(range(len(self.params))):
+            p = self.params[i]
+            if p.numel() == 0:
+                continue
+            nbytes = p.numel() * p.element_size()
+            mixed = current and (self.params[current[0]].dtype, self.params[current[0]].device) != (p.dtype, p.device)
+            if current and (mixed or size + nbytes > bucket_bytes):
+                buckets.append(_DenseBucket(self.params, current))
+                current, size = [], 0
+            current.append(i)
+            size += nbytes
+        if current:
+            buckets.append(_DenseBucket(self.params, current))
+        return buckets
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes of all gradients in their own dtype (what a dense all-reduce moves once)."""
+        return sum(p.numel() * p.element_size() for p in self.params)
+
+    def arm(self) -> None:
+        """Call before the backward whose gradients are to be averaged; forgotten launches of a broken step are drained."""
+        self._drain()
+        self._armed = True
+
+    def _hook(self, index: int):  # type: ignore[no-untyped-def]
+        def hook(param: torch.nn.Parameter) -> None:
+            if not (self._armed and self.overlap and param.numel()):
+                return
+            bucket, _ = self._place[index]
+            if self._ready[index]:
+                if bucket.pending is not None:
+                    raise RuntimeError(
+                        f"parameter {index} of shape {tuple(param.shape)} received a gradient twice in one backward, after its bucket "
+                        "was sent (re-entrant activation checkpointing does that); use use_reentrant=False, or overlap_dense=False"
+                    )
+                self._fill(index)  # not sent yet: take the newer, complete value
+                return
+            self._ready[index] = True
+            self._fill(index)
+            bucket.missing -= 1
+            self._launch_ready()
+
+        return hook
+
+    @torch.no_grad()
+    def _fill(self, index: int) -> None:
+        bucket, k = self._place[index]
+        bucket.allocate()
+        grad, view = self.params[index].grad, bucket.views[k]
+        share = 1.0 / self.transport.size
+        if grad is None:
+            view.zero_()
+            bucket.slots[k] = 0.0
+            return
+        if grad.data_ptr() == view.data_ptr():
+            view.mul_(share)
+        else:
+            torch.mul(grad, share, out=view)
+        bucket.slots[k] = share
+
+    def _launch_ready(self) -> None:
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            bucket = self._buckets[self._next]
+            assert bucket.flat is not None
+            bucket.pending = self.transport.all_reduce(bucket.flat, what=f"dense all-reduce of bucket {self._next}")
+            self._next += 1
+
+    @torch.no_grad()
+    def finish(self) -> list[bool]:
+        """Launches what is missing, waits for all, and makes ``.grad`` the average.
+
+        Returns:
+            Per parameter, whether any rank had a gradient (alike on all ranks).
+        """
+        for bucket in self._buckets:
+            for i in bucket.indices:
+                if not self._ready[i]:
+                    self._fill(i)
+            bucket.missing = 0
+        self._launch_ready()
+        present = [False] * len(self.params)
+        for bucket in self._buckets:
+            assert bucket.pending is not None
+            bucket.pending.wait()
+            bucket.pending = None
+            here = [self.params[i].grad is not None for i in bucket.indices]
+            # reading the slots synchronises with the device, so ask only about gradients that are missing here
+            anywhere = here if all(here) else [s > 0 for s in bucket.slots.tolist()]
+            for k, i in enumerate(bucket.indices):
+                present[i] = here[k] or anywhere[k]
+                self.params[i].grad = bucket.views[k] if present[i] else None
+        for i, p in enumerate(self.params):
+            if p.numel() == 0:
+                present[i] = p.grad is not None
+        self._reset()
+        return present
+
+    def finite(self) -> Tensor:
+        """Whether all averages of the last ``finish()`` are finite: bool, 0-d, on the parameters' device."""
+        verdicts = []
+        for bucket in self._buckets:
+            assert bucket.flat is not None
+            # one read at memory speed; a sum that overflows although every value is finite is looked at again, exactly
+            total = torch.isfinite(bucket.flat.sum(dtype=torch.float32))
+            if bucket.device.type == "cpu" and not total:
+                total = torch.isfinite(bucket.flat).all()
+            elif bucket.device.type != "cpu":
+                total = torch.isfinite(torch.linalg.vector_norm(bucket.flat, float("inf"), dtype=torch.float32))
+            verdicts.append(total)
+        return torch.stack([v.to(verdicts[0].device) for v in verdicts]).all() if verdicts else torch.tensor(True)
+
+    def _reset(self) -> None:
+        self._armed = False
+        self._next = 0
+        self._ready = [False] * len(self.params)
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.indices)
+
+    def _drain(self) -> None:
+        for bucket in self._buckets:
+            if bucket.pending is not None:
+                bucket.pending.wait()
+                bucket.pending = None
+        self._reset()
+
+    def close(self) -> None:
+        """Removes the hooks and gives the buffers up; gradients that are views of them stay valid."""
+        self._drain()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        for bucket in self._buckets:
+            bucket.flat, bucket.views = None, []

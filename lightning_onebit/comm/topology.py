@@ -1,0 +1,103 @@
+"""Who exchanges with whom: the ranks of a group and, for the hierarchical exchange, their nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+
+def distributed_world() -> int:
+    """World size of the default group, 1 when torch.distributed is not initialised."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Ranks of one exchange: ``size = ranks_per_node * nodes``; rank r is number ``r % K`` of node ``r // K``.
+
+    Attributes:
+        group: process group of all ranks; None in a single process without torch.distributed.
+        rank: rank within the group.
+        size: number of ranks ``n``.
+        ranks_per_node: ``K``; 1 means the flat exchange.
+        intra_group: the K ranks of this node (None when flat).
+        inter_group: the ranks with the same number on every node (``group`` itself when flat).
+    """
+
+    group: dist.ProcessGroup | None
+    rank: int = 0
+    size: int = 1
+    ranks_per_node: int = 1
+    intra_group: dist.ProcessGroup | None = None
+    inter_group: dist.ProcessGroup | None = None
+
+    @property
+    def nodes(self) -> int:
+        """``L = size / ranks_per_node``."""
+        return self.size // self.ranks_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """Number of this rank within its node, ``k``."""
+        return self.rank % self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        """Number of this rank's node, ``l``."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def hierarchical(self) -> bool:
+        """Whether ranks of a node share the work of the exchange."""
+        return self.ranks_per_node > 1
+
+    @classmethod
+    def create(
+        cls,
+        group: dist.ProcessGroup | None = None,
+        *,
+        ranks_per_node: int = 1,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+    ) -> Topology:
+        """Builds the topology of a group; with ``ranks_per_node > 1`` also its node groups.
+
+        Creating node groups is a collective of the whole group: every rank must call this alike.
+
+        Args:
+            group: process group; None takes the default group if torch.distributed is initialised, else a single process.
+            ranks_per_node: consecutive ranks that share a node.
+            timeout: timeout of the node groups.
+            backend: backend of the node groups (None: the default group's).
+
+        Raises:
+            ValueError: ``ranks_per_node`` does not divide the group, or this process is not a member of it.
+        """
+        if group is None and distributed_world() > 1:
+            group = dist.group.WORLD
+        if group is None:
+            if dist.is_available() and dist.is_initialized():
+                group = dist.group.WORLD
+            else:
+                if ranks_per_node != 1:
+                    raise ValueError(f"ranks_per_node={ranks_per_node} needs torch.distributed; a single process has 1 rank")
+                return cls(None)
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if rank < 0:
+            raise ValueError("this process is not a member of the process_group it was given; pass the group only to its members")
+        if ranks_per_node < 1 or size % ranks_per_node:
+            raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {size} ranks of the group; nodes must be even")
+        if ranks_per_node == 1:
+            return cls(group, rank, size, 1, None, group)
+        members = dist.get_process_group_ranks(group)
+        nodes = size // ranks_per_node
+
+        def new_group(ranks: list[int]) -> dist.ProcessGroup:
+            return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+
+        node, local = rank // ranks_per_node, rank % ranks_per_node
+        intra = new_group([members[node * ranks_per_node + k] for k in range(ranks_per_node)])
+        inter = new_group([members[l * ranks_per_node + local] for l in range(nodes)])
+        return cls(group, rank, size, ranks_per_node, intra, inter)

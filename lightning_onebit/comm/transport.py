@@ -1,0 +1,154 @@
+"""Collectives with names: every wait is bounded and its failure says who waited for what."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_onebit.comm.ledger import ByteLedger
+from lightning_onebit.comm.topology import Topology
+
+# torch 2.13 renamed all_gather_into_tensor; older releases do not know the new name
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+class CollectiveFailure(RuntimeError):
+    """A collective failed on this rank, most often because another rank has died."""
+
+
+class CollectiveTimeout(CollectiveFailure):
+    """A collective did not complete in time: some other rank never joined it."""
+
+
+class Pending:
+    """A collective under way. ``wait()`` returns when its result may be read."""
+
+    def __init__(self, work: dist.Work | None, what: str, transport: Transport, group: dist.ProcessGroup | None) -> None:
+        self._work = work
+        self._what = what
+        self._transport = transport
+        self._group = group
+
+    def wait(self) -> None:
+        """Blocks until the collective is done.
+
+        Raises:
+            CollectiveTimeout: not done within the transport's timeout.
+            CollectiveFailure: failed otherwise.
+        """
+        if self._work is None:
+            return
+        work, self._work = self._work, None
+        transport = self._transport
+        start = time.perf_counter()
+        try:
+            # With NCCL, wait() orders streams and must not block the host; its watchdog owns the timeout.
+            finished = work.wait() if dist.get_backend(self._group) == "nccl" else work.wait(transport.timeout)
+        except RuntimeError as error:
+            raise transport.failure(self._what, error, time.perf_counter() - start) from error
+        transport.ledger.waited(time.perf_counter() - start)
+        if finished is False:
+            raise transport.failure(self._what, RuntimeError("timed out"), time.perf_counter() - start)
+
+
+class Transport:
+    """Issues the collectives of one exchange and counts them in a ledger.
+
+    Args:
+        topology: the ranks.
+        ledger: where bytes and waiting times go.
+        timeout: bound of every wait.
+        name: who communicates, for messages.
+    """
+
+    def __init__(
+        self, topology: Topology, ledger: ByteLedger, timeout: timedelta = DEFAULT_TIMEOUT, name: str = "exchange"
+    ) -> None:
+        self.topology = topology
+        self.ledger = ledger
+        self.timeout = timeout
+        self.name = name
+        self.step = 0  # named in failures; the owner keeps it current
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return self.topology.size
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a process group (a single process has none and copies instead)."""
+        return self.topology.group is not None
+
+    def failure(self, what: str, error: Exception, seconds: float) -> CollectiveFailure:
+        """Turns a backend's error into one that says who waited for what."""
+        text = str(error)
+        late = "time" in text.lower() and "out" in text.lower()
+        where = f"rank {self.topology.rank} of {self.size}, {self.name}, step {self.step}, {what}"
+        if late:
+            return CollectiveTimeout(
+                f"{where}: gave up after {seconds:.1f} s waiting for the other ranks. One of them has died, is stalled, or took "
+                f"another path (look at its log); raise `timeout` (now {self.timeout.total_seconds():g} s) if it is only slow. [{text}]"
+            )
+        return CollectiveFailure(f"{where}: failed, most likely because another rank has died; look at its log. [{text}]")
+
+    def all_to_all(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup | None, *, what: str, link: str) -> Pending:
+        """Row r of ``inp`` goes to rank r of ``group``; row r of ``out`` comes from it. Asynchronous.
+
+        Args:
+            out: ``(ranks, ...)``, contiguous.
+            inp: same shape and dtype.
+            group: members.
+            what: name for failures.
+            link: ``"inter"`` or ``"intra"``, for the ledger.
+        """
+        ranks = inp.shape[0]
+        self.ledger.sent((ranks - 1) * inp[0].numel() * inp.element_size(), link=link)
+        if group is None:
+            out.copy_(inp)
+            return Pending(None, what, self, group)
+        work = self._issue(what, lambda: dist.all_to_all_single(out.view(-1), inp.view(-1), group=group, async_op=True))
+        return Pending(work, what, self, group)
+
+    def all_gather(
+        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup | None, *, what: str, link: str | None
+    ) -> Pending:
+        """Every rank's ``inp`` arrives as one row of ``out`` on all ranks. Asynchronous. ``link=None`` counts as control."""
+        ranks = out.shape[0]
+        nbytes = (ranks - 1) * inp.numel() * inp.element_size()
+        if link is None:
+            self.ledger.controlled(nbytes)
+        else:
+            self.ledger.sent(nbytes, link=link)
+        if group is None:
+            out.copy_(inp.view(out.shape))
+            return Pending(None, what, self, group)
+        work = self._issue(what, lambda: _all_gather(out.view(-1), inp.reshape(-1), group=group, async_op=True))
+        return Pending(work, what, self, group)
+
+    def all_reduce(self, tensor: Tensor, *, what: str) -> Pending:
+        """Sums ``tensor`` over all ranks in place. Asynchronous. Counted as a ring: ``2 (n-1)/n`` of its bytes."""
+        self.ledger.sent(2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size, link="inter")
+        if not self.connected:
+            return Pending(None, what, self, None)
+        group = self.topology.group
+        work = self._issue(what, lambda: dist.all_reduce(tensor, group=group, async_op=True))
+        return Pending(work, what, self, group)
+
+    def _issue(self, what: str, call) -> dist.Work:  # type: ignore[no-untyped-def]
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self.failure(what, error, 0.0) from error
+
+    def device(self, preferred: torch.device) -> torch.device:
+        """Device that small control tensors must live on."""
+        if self.connected and dist.get_backend(self.topology.group) == "nccl":
+            return preferred
+        return torch.device("cpu")

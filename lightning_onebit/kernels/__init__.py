@@ -1,0 +1,170 @@
+"""Kernels: the only device-specific code, behind one registry.
+
+``reference`` (plain torch, any device) defines the semantics; ``cpu`` (compiled C++) and ``cuda`` (CuPy raw kernels) reproduce it bit
+for bit and are chosen automatically where they can run.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.kernels.packed import Packed
+from lightning_onebit.kernels.reference import ReferenceKernels
+
+log = logging.getLogger("lightning_onebit")
+
+__all__ = ["BACKENDS", "BlockMap", "KernelBackend", "KernelsUnavailable", "Packed", "SpanLike", "get_backend"]
+
+BACKENDS = ("auto", "reference", "cpu", "cuda")
+
+Spans = Sequence["Tensor | None"]
+
+
+class SpanLike(Protocol):
+    """A run of elements of one parameter and the blocks that it fills (see ``comm.buckets.Span``)."""
+
+    @property
+    def param(self) -> int:
+        """Index of the parameter."""
+        ...
+
+    @property
+    def numel(self) -> int:
+        """Elements of the run."""
+        ...
+
+    @property
+    def block(self) -> int:
+        """First block of the run within its bucket."""
+        ...
+
+    def blocks(self, block_size: int) -> int:
+        """Blocks that the run fills."""
+        ...
+
+
+class BlockMap(Protocol):
+    """What a kernel needs to know of a bucket (``comm.buckets.Bucket`` is one)."""
+
+    @property
+    def block_size(self) -> int:
+        """Elements per block."""
+        ...
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, empty padding blocks included."""
+        ...
+
+    @property
+    def elements(self) -> int:
+        """``blocks * block_size``."""
+        ...
+
+    @property
+    def spans(self) -> Sequence[SpanLike]:
+        """Runs of parameter elements, in block order."""
+        ...
+
+    @property
+    def lengths(self) -> Tensor:
+        """int32 ``(blocks,)``: valid length of each block."""
+        ...
+
+
+class KernelsUnavailable(RuntimeError):
+    """A kernel backend cannot run here; the message says why and what to install."""
+
+
+class KernelBackend(Protocol):
+    """The operations of a backend; ``reference.ReferenceKernels`` documents and defines each."""
+
+    name: str
+
+    def gather(self, bucket: BlockMap, spans: Spans, out: Tensor) -> None:
+        """Spans to flat fp32."""
+
+    def scatter(self, bucket: BlockMap, flat: Tensor, spans: Spans) -> None:
+        """Flat fp32 to spans."""
+
+    def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Sum of squares and count of non-finite tensors."""
+
+    def compress(
+        self,
+        bucket: BlockMap,
+        lo: int,
+        hi: int,
+        *,
+        a: Tensor | None,
+        m: Tensor | Packed | None,
+        b: Tensor | None,
+        g: Tensor | Spans | None,
+        e: Tensor,
+        out: Packed,
+    ) -> None:
+        """Worker side of the exchange."""
+
+    def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
+        """Server side of the exchange."""
+
+    def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
+        """Bits and scales to flat fp32."""
+
+    def apply_adam(
+        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor, decay: Tensor, alpha: Tensor
+    ) -> None:
+        """Decompress and apply."""
+
+
+def _reference() -> KernelBackend:
+    return ReferenceKernels()
+
+
+_FACTORIES: dict[str, Callable[[], KernelBackend]] = {"reference": _reference}
+
+
+@lru_cache(maxsize=None)
+def _load(name: str) -> KernelBackend:
+    return _FACTORIES[name]()
+
+
+def get_backend(name: str, device: torch.device | str) -> KernelBackend:
+    """Chooses the kernels for a device.
+
+    Args:
+        name: ``"auto"`` (the fastest that can run), or a backend by name, which raises when it cannot run.
+        device: where parameters live.
+
+    Raises:
+        ValueError: unknown name.
+        KernelsUnavailable: the named backend cannot run on this device or machine.
+    """
+    device = torch.device(device)
+    if name not in BACKENDS:
+        raise ValueError(f"kernels={name!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    if name == "auto":
+        fast = {"cpu": "cpu", "cuda": "cuda"}.get(device.type)
+        if fast in _FACTORIES:
+            try:
+                return _load(fast)
+            except KernelsUnavailable as error:
+                _announce_fallback(fast, str(error))
+        return _load("reference")
+    if name in ("cpu", "cuda") and device.type != name:
+        raise KernelsUnavailable(f"kernels={name!r} cannot run on {device}; use kernels='auto' or 'reference'")
+    if name not in _FACTORIES:
+        raise KernelsUnavailable(f"kernels={name!r} is not part of this build; use kernels='auto' or 'reference'")
+    return _load(name)
+
+
+@lru_cache(maxsize=None)
+def _announce_fallback(backend: str, reason: str) -> None:
+    # lru_cache: said once per process and reason, not once per optimizer
+    log.warning("the %s kernels cannot be used (%s): the slower reference kernels run instead", backend, reason)
