@@ -1,10 +1,10 @@
 """Which Lightning tree the user works in: ``lightning.pytorch`` or ``pytorch_lightning``.
 
-Both trees may be installed (``lightning`` always installs ``pytorch-lightning`` too), their class hierarchies are disjoint and
-mixing them is rejected everywhere. So what is installed does not say which one is used; what the *user* has imported does.
-This module imports no Lightning tree. It remembers which trees were loaded when ``lightning_onebit`` was first imported and which
-ones this package loaded by itself, and it tells code to be run when a tree is imported later (:func:`when_loaded`), so that nothing
-here has to import a tree the user does not use.
+Both trees may be installed (``lightning`` always installs ``pytorch-lightning`` too), their class hierarchies are
+disjoint and mixing them is rejected everywhere. So what is installed does not say which one is used; what the *user*
+has imported does. This module imports no Lightning tree. It remembers which trees were loaded when ``lightning_onebit``
+was first imported and which ones this package loaded by itself, and it tells code to be run when a tree is imported
+later (:func:`when_loaded`), so that nothing here has to import a tree the user does not use.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ Tree = Literal["lightning", "pytorch_lightning"]
 #: The trees in the order of preference when nothing else decides.
 TREES: tuple[Tree, ...] = ("lightning", "pytorch_lightning")
 
-#: The package whose import means "this tree is loaded". The bare package ``lightning`` alone would also be loaded by Fabric's users.
+#: The package whose import means "this tree is loaded". The bare package ``lightning`` alone would also be loaded by
+#: Fabric's users.
 PACKAGES: dict[Tree, str] = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 #: The module of this package that binds strategy and callbacks to a tree.
@@ -46,9 +47,9 @@ def installed_trees() -> tuple[Tree, ...]:
 def loaded_tree() -> Tree:
     """The tree the user has loaded.
 
-    In this order: the tree that was loaded before ``lightning_onebit`` was imported; a tree the user has imported since; the tree
-    that is installed. Where that leaves both trees, ``lightning`` is taken: users of the other one then import from
-    ``lightning_onebit.pytorch_lightning`` (the error of a class from the wrong tree says so).
+    In this order: the tree that was loaded before ``lightning_onebit`` was imported; a tree the user has imported
+    since; the tree that is installed. Where that leaves both trees, ``lightning`` is taken: users of the other one then
+    import from ``lightning_onebit.pytorch_lightning`` (the error of a class from the wrong tree says so).
 
     Raises:
         ModuleNotFoundError: if no Lightning tree is installed.
@@ -89,7 +90,7 @@ def tree_of(owner: Any) -> Tree | None:
 
 
 def check_tree(part: Any, trainer: Any) -> None:
-    """Raises if ``part`` (a callback or a strategy of this package) and ``trainer`` come from different Lightning trees.
+    """Raises if ``part`` (a callback or a strategy) and ``trainer`` come from different Lightning trees.
 
     Raises:
         TypeError: naming the module to import ``part``'s class from.
@@ -100,12 +101,13 @@ def check_tree(part: Any, trainer: Any) -> None:
     name = type(part).__name__
     raise TypeError(
         f"{name} is bound to `{PACKAGES[mine]}` but the Trainer comes from `{PACKAGES[theirs]}`; the two do not mix. "
-        f"Import it with `from {BOUND_MODULES[theirs]} import {name}`, or import `{PACKAGES[theirs]}` before `lightning_onebit`."
+        f"Import it with `from {BOUND_MODULES[theirs]} import {name}`, or import `{PACKAGES[theirs]}` before "
+        "`lightning_onebit`."
     )
 
 
 def when_loaded(tree: Tree, action: Callable[[], None]) -> None:
-    """Runs ``action`` once ``tree`` is imported: at once if it is, otherwise right after its import, whoever imports it."""
+    """Runs ``action`` once ``tree`` is imported: at once if it is, otherwise right after its import by anyone."""
     name = PACKAGES[tree]
     if name in sys.modules:
         action()
@@ -137,6 +139,7 @@ class _ImportWatcher(importlib.abc.MetaPathFinder):
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
+            spec: importlib.machinery.ModuleSpec | None
             spec = find(fullname, path, target) if find is not None and finder is not self else None
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):

@@ -1,0 +1,522 @@
+"""``VarianceFreeze``: when the dense warm-up ends and compression begins."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_onebit.callbacks._common import (
+    check_count,
+    check_number,
+    check_trainer,
+    compressed_optimizers,
+    misconfiguration,
+    optimizer_name,
+    stepped_batches,
+)
+
+DEFAULT_THRESHOLD = 0.96
+DEFAULT_MAX_FRACTION = 0.2
+
+# The stability rule is looked at this many times per window: often enough to be late by 6 % of a window at most, rarely
+# enough that reading the variance (a full pass over its memory, twice per look) costs nothing that could be measured.
+LOOKS_PER_WINDOW = 16
+
+
+def volume_reduction(warmup_share: float, bits: int = 16) -> float:
+    """How many times fewer bytes than a dense all-reduce a run sends whose warm-up is ``warmup_share`` of all steps.
+
+    ``1 / (w + (1 - w) / bits)``: the published accounting (1-bit Adam, arXiv 2102.02888), one bit per element after the
+    warm-up.
+
+    Args:
+        warmup_share: ``w``, between 0 and 1.
+        bits: bits per element of the dense all-reduce: 16 for fp16 and bf16, 32 for fp32.
+
+    Example:
+        >>> round(volume_reduction(0.15), 1)
+        4.9
+    """
+    return 1.0 / (warmup_share + (1.0 - warmup_share) / bits)
+
+
+@dataclass
+class LearningRateWatch:
+    """Tells whether the learning rate is still in its warm-up.
+
+    The warm-up is over once more steps have passed since the last rise of any group's learning rate than ever lay
+    between two rises (from the first step to the first rise counts too). A schedule that rises every step is recognised
+    as over after two steps without a rise, one that rises once per epoch after an epoch without, and one that never
+    rises was never in a warm-up.
+
+    Attributes:
+        learning_rates: one per param group, those of the last step seen.
+        last_rise: step of the last rise, 0 if there was none.
+        longest_gap: most steps between two rises.
+    """
+
+    learning_rates: list[float] = field(default_factory=list)
+    last_rise: int = 0
+    longest_gap: int = 0
+
+    def observe(self, step: int, learning_rates: Sequence[float]) -> None:
+        """Notes the learning rates that step number ``step`` (counted from 1) was made with."""
+        # A param group added since has no earlier value to have risen from: zip leaves it out.
+        if any(new > old for new, old in zip(learning_rates, self.learning_rates, strict=False)):
+            self.longest_gap = max(self.longest_gap, step - self.last_rise)
+            self.last_rise = step
+        self.learning_rates = list(learning_rates)
+
+    def rising(self, step: int) -> bool:
+        """Whether the warm-up is still going on after ``step``."""
+        return self.last_rise > 0 and step - self.last_rise <= self.longest_gap
+
+
+@dataclass
+class StabilityRule:
+    """The automatic rule: the variance has settled when ``||v_{t-D}||_1 / ||v_t||_1 >= threshold``.
+
+    It is looked at on steps ``t`` from ``earliest`` to ``latest`` with ``(t - D) % stride == 0``; the norms that these
+    looks need are the only ones taken.
+
+    Attributes:
+        window: ``D`` in steps.
+        threshold: smallest ratio that counts as settled.
+        earliest: first step after which the freeze may happen.
+        latest: step after which it happens in any case.
+        norms: ``||v_t||_1`` by step, those that a later look needs.
+        ratio: the ratio found at the last look, None before the first.
+    """
+
+    window: int
+    threshold: float
+    earliest: int
+    latest: int
+    norms: dict[int, float] = field(default_factory=dict)
+    ratio: float | None = None
+
+    @property
+    def stride(self) -> int:
+        """Steps between two looks."""
+        return max(1, self.window // LOOKS_PER_WINDOW)
+
+    def looks_at(self, step: int) -> bool:
+        """Whether the rule is evaluated after ``step``."""
+        in_bounds = self.earliest <= step <= self.latest
+        return in_bounds and step > self.window and (step - self.window) % self.stride == 0
+
+    def needs_norm(self, step: int) -> bool:
+        """Whether the norm after ``step`` is needed, for a look now or for one a window later."""
+        return self.looks_at(step) or self.looks_at(step + self.window)
+
+    def observe(self, step: int, norm: float) -> None:
+        """Takes ``||v_step||_1`` and evaluates the rule if this step is one of its looks."""
+        if self.looks_at(step):
+            before = self.norms.get(step - self.window)
+            # No norm from a window ago (the rule's window or bounds were changed on resuming): this look cannot be
+            # made.
+            self.ratio = before / norm if before is not None and norm > 0 else None
+        self.norms = {at: old for at, old in self.norms.items() if at > step - self.window}
+        self.norms[step] = norm
+
+    @property
+    def settled(self) -> bool:
+        """Whether the last look found the variance settled."""
+        return self.ratio is not None and math.isfinite(self.ratio) and self.ratio >= self.threshold
+
+
+@dataclass
+class _Watch:
+    """What the callback knows of one optimizer."""
+
+    name: str
+    rule: StabilityRule
+    planned: int | None
+    offset: int
+    learning_rate: LearningRateWatch = field(default_factory=LearningRateWatch)
+    seen: int = 0
+    done: bool = False
+    handle: Any = None
+
+    def state(self) -> dict[str, Any]:
+        lr, rule = self.learning_rate, self.rule
+        return {
+            "offset": self.offset,
+            "seen": self.seen,
+            "norms": dict(rule.norms),
+            "learning_rates": list(lr.learning_rates),
+            "last_rise": lr.last_rise,
+            "longest_gap": lr.longest_gap,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+        self.rule.norms = dict(state["norms"])
+        self.learning_rate = LearningRateWatch(list(state["learning_rates"]), state["last_rise"], state["longest_gap"])
+
+
+class VarianceFreezeMixin:
+    """Ends the dense warm-up: freezes the variance of every compressed optimizer and lets compression begin.
+
+    Exactly one way to choose the step is given:
+
+    * ``step``: after exactly this many real optimizer steps (skipped steps do not count).
+    * ``fraction``: after this share of the planned steps (``trainer.estimated_stepping_batches``), at least one step.
+    * ``mode="auto"``: once the learning rate has stopped rising *and* the variance has settled,
+      ``||v_{t-D}||_1 / ||v_t||_1 >= threshold`` (1-bit Adam, arXiv 2102.02888), never before the minimum and at the
+      latest at the maximum. A falling variance counts as settled, as published. The rule is looked at 16 times per
+      window.
+
+    The learning rate has stopped rising once more steps have passed since its last rise than ever lay between two
+    rises; one that never rises has no warm-up. At the maximum the freeze happens even while it rises, and the
+    announcement says so.
+
+    Before training the callback says how much less the run will send than a dense all-reduce, ``1/(w + (1-w)/16)``
+    against 16-bit gradients and ``1/(w + (1-w)/32)`` against fp32 with ``w`` the share of dense steps, and when it
+    switches it says so once per optimizer. With several compressed optimizers each one is judged by its own steps and
+    its own variance. All ranks switch at the same step: fixed steps are counted, and the automatic rule is decided by
+    rank 0 at each look.
+
+    Args:
+        step: dense steps, at least 1.
+        fraction: share of the planned steps, between 0 and 1.
+        mode: ``"auto"`` or None.
+        threshold: for ``mode="auto"``: smallest ratio that counts as settled, between 0 and 1.
+        window: for ``mode="auto"``: ``D`` in steps; None takes ``1/(1 - beta2)`` (the largest beta2 of the optimizer's
+            groups).
+        min_step: for ``mode="auto"``: fewest dense steps.
+        min_fraction: for ``mode="auto"``: the same as a share of the planned steps; at most one of the two is given.
+        max_step: for ``mode="auto"``: most dense steps; given, it replaces ``max_fraction``.
+        max_fraction: for ``mode="auto"``: the same as a share of the planned steps. A maximum is required: None needs
+            ``max_step``.
+
+    Raises:
+        TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
+        ValueError: not exactly one way is chosen, an option is out of range, or an option was given that the chosen way
+            ignores.
+        MisconfigurationException: (when fitting starts) a share of the planned steps is asked for and their number is
+            unknown; the minimum exceeds the maximum; an optimizer has a ``freeze_step`` of its own, or no dense warm-up
+            to end; another strategy.
+
+    Example:
+        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(fraction=0.2)])
+        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(mode="auto", max_fraction=0.25)])
+    """
+
+    def __init__(
+        self,
+        step: int | None = None,
+        fraction: float | None = None,
+        mode: Literal["auto"] | None = None,
+        *,
+        threshold: float = DEFAULT_THRESHOLD,
+        window: int | None = None,
+        min_step: int | None = None,
+        min_fraction: float | None = None,
+        max_step: int | None = None,
+        max_fraction: float | None = DEFAULT_MAX_FRACTION,
+    ) -> None:
+        super().__init__()
+        self.step = step
+        self.fraction = fraction
+        self.mode = mode
+        self.threshold = threshold
+        self.window = window
+        self.min_step = min_step
+        self.min_fraction = min_fraction
+        self.max_step = max_step
+        self.max_fraction = max_fraction
+        self._check_options()
+        self._watches: list[_Watch] = []
+        self._restored: list[dict[str, Any]] = []
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses a Trainer of the other Lightning tree and a strategy that compresses nothing."""
+        if stage == "fit":
+            check_trainer(self, trainer)
+            others = [
+                other for other in trainer.callbacks if isinstance(other, VarianceFreezeMixin) and other is not self
+            ]
+            if others:
+                raise misconfiguration(
+                    trainer,
+                    f"{len(others) + 1} VarianceFreeze callbacks are set, which would contradict each other: keep one.",
+                )
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuses what cannot work before any training time is spent."""
+        optimizers = compressed_optimizers(self, trainer)
+        for index, optimizer in enumerate(optimizers):
+            name = optimizer_name(index, len(optimizers), optimizer)
+            if optimizer.freeze_step is not None:
+                raise misconfiguration(
+                    trainer,
+                    f"{name} has freeze_step={optimizer.freeze_step} and VarianceFreeze({self._rule_text()}) is set "
+                    "too: remove one of them.",
+                )
+            if optimizer.steps == 0 and not _in_warmup(optimizer):
+                raise misconfiguration(
+                    trainer,
+                    f"VarianceFreeze ends a dense warm-up, but {name} has none (it starts in phase "
+                    f"{optimizer.phase.value!r}): remove VarianceFreeze.",
+                )
+            self._bounds(trainer, self._planned(trainer, 0), optimizer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Starts watching the optimizers; by now a checkpoint's optimizer state has been loaded."""
+        self._release()
+        optimizers = compressed_optimizers(self, trainer)
+        for index, optimizer in enumerate(optimizers):
+            restored = self._restored[index] if index < len(self._restored) else None
+            # An optimizer that was made for a second fit() starts at 0 while the Trainer goes on counting.
+            offset = restored["offset"] if restored else max(0, stepped_batches(trainer) - optimizer.steps)
+            planned = self._planned(trainer, offset)
+            rule = self._bounds(trainer, planned, optimizer)
+            watch = _Watch(
+                optimizer_name(index, len(optimizers), optimizer), rule, planned, offset, seen=optimizer.steps
+            )
+            if restored:
+                watch.restore(restored)
+            self._watches.append(watch)
+            if _in_warmup(optimizer):
+                rank_zero_info(self._forecast(trainer, watch))
+                watch.handle = optimizer.register_step_post_hook(partial(self._after_step, trainer, watch))
+                # A resumed run may be past the step that the callback asks for by now.
+                if optimizer.steps >= rule.latest:
+                    self._freeze(watch, optimizer)
+        self._restored = []
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stops watching."""
+        self._release()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stops watching."""
+        self._release()
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stops watching and forgets the optimizers: another fit() brings its own."""
+        self._release()
+        self._watches = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """The history that the automatic rule decides from, per optimizer: plain numbers."""
+        return {"optimizers": [watch.state() for watch in self._watches]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a checkpoint."""
+        self._restored = list(state_dict["optimizers"])
+
+    # --------------------------------------------------------------------------------------------------------- each
+    # step
+
+    def _after_step(self, trainer: Any, watch: _Watch, optimizer: Any, args: Any, kwargs: Any) -> None:
+        step = optimizer.steps
+        if watch.done or step == watch.seen or not _in_warmup(optimizer):
+            # A skipped step is no step; and an optimizer frozen by hand needs nothing from here.
+            return
+        watch.seen = step
+        watch.learning_rate.observe(step, [float(group["lr"]) for group in optimizer.param_groups])
+        if step >= watch.rule.latest or (self.mode == "auto" and self._settled(trainer, watch, optimizer)):
+            self._freeze(watch, optimizer)
+
+    def _settled(self, trainer: Any, watch: _Watch, optimizer: Any) -> bool:
+        rule, step = watch.rule, optimizer.steps
+        if not rule.needs_norm(step):
+            return False
+        rule.observe(step, optimizer.variance_l1())
+        if not rule.looks_at(step):
+            return False
+        decision = rule.settled and not watch.learning_rate.rising(step)
+        # The variance is the same on all ranks but a sum over it need not be (other processors, another order), and one
+        # rank that freezes alone would wait for the others for ever: rank 0 decides. Looks are rare, so is this
+        # broadcast.
+        return bool(trainer.strategy.broadcast(decision))
+
+    def _freeze(self, watch: _Watch, optimizer: Any) -> None:
+        optimizer.freeze()
+        # The hook stays registered: torch is iterating over its hooks when this runs from one of them.
+        watch.done = True
+        # In a single process there is nobody to exchange with, so steps stay dense after the freeze.
+        then = "steps stay dense in a single process" if optimizer.next_step_is_dense else "the next step is compressed"
+        rank_zero_info(
+            f"VarianceFreeze: {watch.name} made {optimizer.steps:,} dense steps and freezes its variance; {then}. "
+            f"Rule: {self._rule_text()}. Reason: {self._reason(watch, optimizer.steps)}."
+        )
+
+    def _release(self) -> None:
+        for watch in self._watches:
+            if watch.handle is not None:
+                watch.handle.remove()
+                watch.handle = None
+
+    # -------------------------------------------------------------------------------------------------------------
+    # words
+
+    def _rule_text(self) -> str:
+        if self.step is not None:
+            return f"step={self.step}"
+        if self.fraction is not None:
+            return f"fraction={self.fraction:g}"
+        return f'mode="auto", threshold={self.threshold:g}'
+
+    def _reason(self, watch: _Watch, step: int) -> str:
+        rule = watch.rule
+        rising = watch.learning_rate.rising(step)
+        if self.mode != "auto":
+            of = f" of {watch.planned:,} planned" if watch.planned is not None else ""
+            note = ", though the learning rate still rises" if rising else ""
+            return f"{rule.latest:,} dense steps{of} were asked for{note}"
+        ratio = f"||v_(t-{rule.window})||_1/||v_t||_1"
+        if rule.settled and not rising:
+            return f"the variance has settled, {ratio} = {rule.ratio:.3f}, and the learning rate does not rise"
+        if rule.settled:
+            why = "the learning rate still rises"
+        else:
+            why = f"{ratio} " + (
+                "was never looked at" if rule.ratio is None else f"= {rule.ratio:.3f} at the last look"
+            )
+        return f"the maximum of {rule.latest:,} dense steps is reached ({why})"
+
+    def _forecast(self, trainer: Any, watch: _Watch) -> str:
+        rule, planned = watch.rule, watch.planned
+        at_most, at_least = ("at most ", "at least ") if self.mode == "auto" else ("", "")
+        text = f"VarianceFreeze({self._rule_text()}): {watch.name} makes {at_most}{rule.latest:,} dense steps"
+        text += f" of {planned:,} planned" if planned is not None else ""
+        if self.mode == "auto" and rule.window >= rule.latest:
+            text += f" (the window of {rule.window:,} steps is not shorter, so this maximum will decide)"
+        if trainer.world_size == 1:
+            return f"{text}. One process exchanges nothing."
+        if planned is None:
+            return f"{text}. The longer the run, the less is sent: up to 16x less than fp16, 32x less than fp32."
+        if rule.latest >= planned:
+            return f"{text}: no step will be compressed and nothing is saved. Freeze earlier or train longer."
+        w = rule.latest / planned
+        return (
+            f"{text} (w = {w:.1%}): {at_least}{volume_reduction(w, 16):.1f}x less is sent than by a dense fp16 "
+            f"all-reduce, {at_least}{volume_reduction(w, 32):.1f}x less than by an fp32 one."
+        )
+
+    # -----------------------------------------------------------------------------------------------------------
+    # options
+
+    def _check_options(self) -> None:
+        ways = {"step": self.step, "fraction": self.fraction, "mode": self.mode}
+        chosen = [f"{name}={value!r}" for name, value in ways.items() if value is not None]
+        if len(chosen) != 1:
+            found = " and ".join(chosen) if chosen else "none"
+            raise ValueError(
+                'VarianceFreeze needs exactly one of `step=`, `fraction=` and `mode="auto"`, got '
+                f"{found}: keep one, e.g. VarianceFreeze(fraction=0.2)."
+            )
+        if self.step is not None:
+            check_count("step", self.step)
+        if self.fraction is not None:
+            check_number(
+                "fraction", self.fraction, 0, 1, "give the share of the planned steps that stay dense, e.g. 0.2"
+            )
+        if self.mode is None:
+            self._refuse_auto_options(chosen[0])
+        elif self.mode != "auto":
+            raise ValueError(
+                f'`mode` must be "auto" or None, got {self.mode!r}: for a fixed step give `step=` or `fraction=`.'
+            )
+        else:
+            self._check_auto_options()
+
+    def _refuse_auto_options(self, chosen: str) -> None:
+        # A configuration file passes every option, so a default value cannot be told from one that was not given.
+        given: dict[str, tuple[Any, Any]] = {
+            "threshold": (self.threshold, DEFAULT_THRESHOLD),
+            "window": (self.window, None),
+            "min_step": (self.min_step, None),
+            "min_fraction": (self.min_fraction, None),
+            "max_step": (self.max_step, None),
+            "max_fraction": (self.max_fraction, DEFAULT_MAX_FRACTION),
+        }
+        for name, (value, default) in given.items():
+            if value != default:
+                raise ValueError(
+                    f'`{name}={value!r}` belongs to mode="auto" and would be ignored with {chosen}: '
+                    f'remove it, or give mode="auto" instead of {chosen}.'
+                )
+
+    def _check_auto_options(self) -> None:
+        check_number("threshold", self.threshold, 0, 1, f"the published value is {DEFAULT_THRESHOLD}")
+        for name in ("window", "min_step", "max_step"):
+            if getattr(self, name) is not None:
+                check_count(name, getattr(self, name))
+        for name in ("min_fraction", "max_fraction"):
+            if getattr(self, name) is not None:
+                check_number(name, getattr(self, name), 0, 1, "give a share of the planned steps")
+        if self.min_step is not None and self.min_fraction is not None:
+            raise ValueError(
+                f"`min_step={self.min_step}` and `min_fraction={self.min_fraction}` are two minima: keep one of them."
+            )
+        if self.max_step is not None and self.max_fraction not in (None, DEFAULT_MAX_FRACTION):
+            raise ValueError(
+                f"`max_step={self.max_step}` and `max_fraction={self.max_fraction}` are two maxima: keep one of them."
+            )
+        if self.max_step is None and self.max_fraction is None:
+            raise ValueError(
+                '`max_step=None` and `max_fraction=None`: mode="auto" needs a maximum, or a run whose variance never '
+                "settles would never compress; give one of them."
+            )
+        if self.min_step is not None and self.max_step is not None and self.min_step > self.max_step:
+            raise ValueError(f"`min_step={self.min_step}` exceeds `max_step={self.max_step}`: lower it.")
+        shares = self.max_step is None and self.min_fraction is not None and self.max_fraction is not None
+        if shares and self.min_fraction > self.max_fraction:  # type: ignore[operator]
+            raise ValueError(
+                f"`min_fraction={self.min_fraction}` exceeds `max_fraction={self.max_fraction}`: lower it."
+            )
+
+    def _planned(self, trainer: Any, offset: int) -> int | None:
+        """Steps that an optimizer will make in the whole run, None if that is unknown (or infinite)."""
+        estimate = trainer.estimated_stepping_batches
+        # Lightning answers inf for training without end and -1 for a loader without length and no `max_steps`.
+        if not math.isfinite(estimate) or estimate < 0:
+            return None
+        return max(1, int(estimate) - offset)
+
+    def _bounds(self, trainer: Any, planned: int | None, optimizer: Any) -> StabilityRule:
+        """The rule in steps; a fixed step is a rule whose earliest and latest step are the same."""
+        window = self.window or max(1, round(1 / (1 - max(group["betas"][1] for group in optimizer.param_groups))))
+        if self.mode != "auto":
+            at = self._in_steps(trainer, planned, self.step, self.fraction, "fraction", "step")
+            return StabilityRule(window, self.threshold, at, at)
+        earliest = 1
+        if self.min_step is not None or self.min_fraction is not None:
+            earliest = self._in_steps(trainer, planned, self.min_step, self.min_fraction, "min_fraction", "min_step")
+        latest = self._in_steps(trainer, planned, self.max_step, self.max_fraction, "max_fraction", "max_step")
+        if earliest > latest:
+            raise misconfiguration(
+                trainer,
+                f"VarianceFreeze: the minimum of {earliest} dense steps (min_step={self.min_step}, min_fraction="
+                f"{self.min_fraction}) exceeds the maximum of {latest} (max_step={self.max_step}, max_fraction="
+                f"{self.max_fraction}): change one of them.",
+            )
+        return StabilityRule(window, self.threshold, earliest, latest)
+
+    def _in_steps(
+        self, trainer: Any, planned: int | None, step: int | None, share: float | None, share_name: str, step_name: str
+    ) -> int:
+        if step is not None:
+            return step
+        assert share is not None  # _check_options: one of the two is set
+        if planned is None:
+            raise misconfiguration(
+                trainer,
+                f"VarianceFreeze: `{share_name}={share:g}` is a share of the planned steps, and their number is "
+                f"unknown (max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}): give `{step_name}=` in "
+                "steps instead, or set the Trainer's `max_steps`.",
+            )
+        return max(1, round(share * planned))
+
+
+def _in_warmup(optimizer: Any) -> bool:
+    return bool(optimizer.phase.name == "WARMUP")
