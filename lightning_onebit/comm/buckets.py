@@ -25,7 +25,9 @@ def memory_order(tensor: Tensor) -> Tensor:
     if tensor.is_contiguous():
         return tensor.view(-1)
     if not is_dense(tensor):
-        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or overlaps in memory")
+        raise ValueError(
+            f"a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or overlaps in memory"
+        )
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
@@ -117,7 +119,8 @@ class Plan:
     """All buckets of one optimizer.
 
     Attributes:
-        buckets: in the order of their collectives: reverse parameter order, which is about the order gradients arrive in.
+        buckets: in the order of their collectives: reverse parameter order, which is about the order gradients arrive
+            in.
         block_size: elements per block.
         blocks: blocks of all buckets.
         starts: first element, in a flat tensor over all blocks, of each parameter (0 for one without elements).
@@ -151,8 +154,10 @@ def plan_buckets(
 ) -> Plan:
     """Cuts parameters into blocks and deals the blocks to buckets.
 
-    Every bucket but the last is full, and full means a multiple of ``world_size`` blocks, so that padding blocks occur only at
-    the very end and a parameter's blocks are contiguous over bucket borders. Padding is at most ``world_size - 1`` blocks.
+    Every bucket but the last is full, and full means a multiple of ``world_size`` blocks, so that padding blocks occur
+    only at
+    the very end and a parameter's blocks are contiguous over bucket borders. Padding is at most ``world_size - 1``
+    blocks.
 
     Args:
         numels: elements of each parameter; 0 is legal and owns no block.

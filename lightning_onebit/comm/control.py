@@ -42,7 +42,8 @@ def control_round(
 ) -> Control:
     """One small all-gather: every rank's squared norm, non-finite flag and presence bits, combined in rank order.
 
-    An all-gather rather than an all-reduce, because each rank then does the same sums in the same order: the result is bitwise
+    An all-gather rather than an all-reduce, because each rank then does the same sums in the same order: the result is
+    bitwise
     equal everywhere whatever the backend. Payload: 12 bytes and one bit per parameter.
 
     Args:
@@ -104,7 +105,10 @@ def handshake(transport: Transport, description: Sequence[str], device: torch.de
 def _first_difference(subject: str, mine: list[str], rank: int, other: list[str]) -> str:
     for a, b in zip(mine, other, strict=False):
         if a != b:
-            return f"ranks disagree about the {subject}: rank 0 has [{a}], rank {rank} has [{b}]; run the same code and options on every rank"
+            return (
+                f"ranks disagree about the {subject}: rank 0 has [{a}], rank {rank} has [{b}]; "
+                "run the same code and options on every rank"
+            )
     longer, who = (mine, 0) if len(mine) > len(other) else (other, rank)
     extra = longer[min(len(mine), len(other))]
     return (

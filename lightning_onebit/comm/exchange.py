@@ -1,7 +1,9 @@
 """The two-phase exchange: round 1 sends every rank its chunk, the owner reduces, round 2 sends the result to all.
 
-Two collectives per bucket (four when hierarchical), pipelined: while bucket k is on the wire, bucket k+1 is encoded and bucket
-k-1 is finished. Collectives are asynchronous and issued in the same order on all ranks. What is sent is the codec's business.
+Two collectives per bucket (four when hierarchical), pipelined: while bucket k is on the wire, bucket k+1 is encoded and
+bucket
+k-1 is finished. Collectives are asynchronous and issued in the same order on all ranks. What is sent is the codec's
+business.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Exchange:
         """
         flying: deque[_Flight] = deque()
         waiting = deque(buckets)
-        # A tick: launch the next bucket, then move every older one a stage on, oldest first. The order depends on nothing but
+        # A tick: launch the next bucket, then move every older one a stage on, oldest first. The order depends on
+        # nothing but
         # the number of buckets, so all ranks issue the same sequence of collectives.
         while waiting or flying:
             newest: _Flight | None = None

@@ -55,9 +55,7 @@ class StepRecord:
         return float("inf") if self.dense_bytes else 1.0
 
 
-_SUMMED = tuple(
-    f.name for f in fields(StepRecord) if f.name not in ("step", "phase", "dense")
-)
+_SUMMED = tuple(f.name for f in fields(StepRecord) if f.name not in ("step", "phase", "dense"))
 
 
 class ByteLedger:

@@ -43,16 +43,20 @@ class _DenseBucket:
 class Reducer:
     """Averages gradients over the ranks of a transport, bucket by bucket, as they arrive.
 
-    Each gradient is multiplied by ``1/n`` into a flat bucket (as DDP does) and the bucket is summed over the ranks as soon as its
-    last gradient has landed and all earlier buckets have been launched; what never lands is launched by ``finish()`` as zeros, so
-    there is no ``find_unused_parameters`` to set. Afterwards ``.grad`` is a view of the bucket: no copy back, and the tensor
+    Each gradient is multiplied by ``1/n`` into a flat bucket (as DDP does) and the bucket is summed over the ranks as
+    soon as its
+    last gradient has landed and all earlier buckets have been launched; what never lands is launched by ``finish()`` as
+    zeros, so
+    there is no ``find_unused_parameters`` to set. Afterwards ``.grad`` is a view of the bucket: no copy back, and the
+    tensor
     autograd made is freed. A parameter without a gradient on all ranks keeps ``.grad is None``.
 
     Args:
         params: parameters of any floating dtype; buckets follow their reverse order and never mix dtypes.
         transport: the ranks.
         bucket_bytes: about how large a bucket is.
-        overlap: False launches everything in ``finish()`` (for models that run backward hooks of a parameter more than once,
+        overlap: False launches everything in ``finish()`` (for models that run backward hooks of a parameter more than
+            once,
             such as re-entrant activation checkpointing).
     """
 
@@ -66,13 +70,17 @@ class Reducer:
         self._place = {i: (b, k) for b in self._buckets for k, i in enumerate(b.indices)}
         self._armed = False
         self._next = 0
+        # whether a gradient has arrived that the last finish() did not average
+        self.stale = True
         self._ready = [False] * len(self.params)
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self.params) if p.requires_grad
         ]
 
     def _plan(self, bucket_bytes: int) -> list[_DenseBucket]:
-        buckets, current, size = [], [], 0
+        buckets: list[_DenseBucket] = []
+        current: list[int] = []
+        size = 0
         for i in reversed(range(len(self.params))):
             p = self.params[i]
             if p.numel() == 0:
@@ -100,6 +108,7 @@ class Reducer:
 
     def _hook(self, index: int):  # type: ignore[no-untyped-def]
         def hook(param: torch.nn.Parameter) -> None:
+            self.stale = True
             if not (self._armed and self.overlap and param.numel()):
                 return
             bucket, _ = self._place[index]
@@ -169,6 +178,7 @@ class Reducer:
             if p.numel() == 0:
                 present[i] = p.grad is not None
         self._reset()
+        self.stale = False
         return present
 
     def finite(self) -> Tensor:

@@ -67,7 +67,8 @@ class Topology:
         Creating node groups is a collective of the whole group: every rank must call this alike.
 
         Args:
-            group: process group; None takes the default group if torch.distributed is initialised, else a single process.
+            group: process group; None takes the default group if torch.distributed is initialised, else a single
+                process.
             ranks_per_node: consecutive ranks that share a node.
             timeout: timeout of the node groups.
             backend: backend of the node groups (None: the default group's).
@@ -82,13 +83,19 @@ class Topology:
                 group = dist.group.WORLD
             else:
                 if ranks_per_node != 1:
-                    raise ValueError(f"ranks_per_node={ranks_per_node} needs torch.distributed; a single process has 1 rank")
+                    raise ValueError(
+                        f"ranks_per_node={ranks_per_node} needs torch.distributed; a single process has 1 rank"
+                    )
                 return cls(None)
         rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
-            raise ValueError("this process is not a member of the process_group it was given; pass the group only to its members")
+            raise ValueError(
+                "this process is not a member of the process_group it was given; pass the group only to its members"
+            )
         if ranks_per_node < 1 or size % ranks_per_node:
-            raise ValueError(f"ranks_per_node={ranks_per_node} does not divide the {size} ranks of the group; nodes must be even")
+            raise ValueError(
+                f"ranks_per_node={ranks_per_node} does not divide the {size} ranks of the group; nodes must be even"
+            )
         if ranks_per_node == 1:
             return cls(group, rank, size, 1, None, group)
         members = dist.get_process_group_ranks(group)
@@ -99,5 +106,5 @@ class Topology:
 
         node, local = rank // ranks_per_node, rank % ranks_per_node
         intra = new_group([members[node * ranks_per_node + k] for k in range(ranks_per_node)])
-        inter = new_group([members[l * ranks_per_node + local] for l in range(nodes)])
+        inter = new_group([members[other * ranks_per_node + local] for other in range(nodes)])
         return cls(group, rank, size, ranks_per_node, intra, inter)

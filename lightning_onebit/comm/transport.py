@@ -29,7 +29,9 @@ class CollectiveTimeout(CollectiveFailure):
 class Pending:
     """A collective under way. ``wait()`` returns when its result may be read."""
 
-    def __init__(self, work: dist.Work | None, what: str, transport: Transport, group: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self, work: dist.Work | None, what: str, transport: Transport, group: dist.ProcessGroup | None
+    ) -> None:
         self._work = work
         self._what = what
         self._transport = transport
@@ -96,7 +98,9 @@ class Transport:
                 f"{where}: gave up after {seconds:.1f} s waiting for the other ranks. One of them has died, is stalled, or took "
                 f"another path (look at its log); raise `timeout` (now {self.timeout.total_seconds():g} s) if it is only slow. [{text}]"
             )
-        return CollectiveFailure(f"{where}: failed, most likely because another rank has died; look at its log. [{text}]")
+        return CollectiveFailure(
+            f"{where}: failed, most likely because another rank has died; look at its log. [{text}]"
+        )
 
     def all_to_all(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup | None, *, what: str, link: str) -> Pending:
         """Row r of ``inp`` goes to rank r of ``group``; row r of ``out`` comes from it. Asynchronous.

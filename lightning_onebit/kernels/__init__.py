@@ -1,6 +1,7 @@
 """Kernels: the only device-specific code, behind one registry.
 
-``reference`` (plain torch, any device) defines the semantics; ``cpu`` (compiled C++) and ``cuda`` (CuPy raw kernels) reproduce it bit
+``reference`` (plain torch, any device) defines the semantics; ``cpu`` (compiled C++) and ``cuda`` (CuPy raw kernels)
+reproduce it bit
 for bit and are chosen automatically where they can run.
 """
 
@@ -8,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -127,10 +128,16 @@ def _reference() -> KernelBackend:
     return ReferenceKernels()
 
 
-_FACTORIES: dict[str, Callable[[], KernelBackend]] = {"reference": _reference}
+def _cpu() -> KernelBackend:
+    from lightning_onebit.kernels.cpu import CpuKernels  # compiles at first use, hence not at import
+
+    return CpuKernels()
 
 
-@lru_cache(maxsize=None)
+_FACTORIES: dict[str, Callable[[], KernelBackend]] = {"reference": _reference, "cpu": _cpu}
+
+
+@cache
 def _load(name: str) -> KernelBackend:
     return _FACTORIES[name]()
 
@@ -164,7 +171,7 @@ def get_backend(name: str, device: torch.device | str) -> KernelBackend:
     return _load(name)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _announce_fallback(backend: str, reason: str) -> None:
-    # lru_cache: said once per process and reason, not once per optimizer
+    # cached: said once per process and reason, not once per optimizer
     log.warning("the %s kernels cannot be used (%s): the slower reference kernels run instead", backend, reason)

@@ -1,8 +1,11 @@
 """The kernels in plain torch: the definition that every other backend reproduces bit for bit.
 
-All arithmetic is IEEE fp32 with one rounding per operation and no fused multiply-add; sums run in a fixed order that a vector
-lane or a GPU thread can follow (see ``block_square_sums``). Only element-wise operations whose result IEEE 754 prescribes are
-used, so the bits do not depend on the machine. The order of operations is part of the definition: change it nowhere alone.
+All arithmetic is IEEE fp32 with one rounding per operation and no fused multiply-add; sums run in a fixed order that a
+vector
+lane or a GPU thread can follow (see ``block_square_sums``). Only element-wise operations whose result IEEE 754
+prescribes are
+used, so the bits do not depend on the machine. The order of operations is part of the definition: change it nowhere
+alone.
 """
 
 from __future__ import annotations
@@ -26,14 +29,15 @@ def _as_blocks(flat: Tensor, block_size: int) -> Tensor:
 
 
 def valid_mask(lengths: Tensor, block_size: int) -> Tensor:
-    """Which elements of each block are not padding: bool ``(blocks, block_size)`` from int32 ``lengths`` of shape ``(blocks,)``."""
+    """Which elements of each block are not padding: bool ``(blocks, block_size)`` from int32 ``(blocks,)``."""
     return torch.arange(block_size, device=lengths.device, dtype=torch.int32)[None, :] < lengths[:, None]
 
 
 def block_square_sums(y: Tensor) -> Tensor:
     """Sum of squares of each block in the fixed order.
 
-    Lane ``j`` of ``W = block_size / 32`` adds ``y[k*W + j]**2`` for ``k = 0 .. 31`` in turn; then the upper half of the lanes is
+    Lane ``j`` of ``W = block_size / 32`` adds ``y[k*W + j]**2`` for ``k = 0 .. 31`` in turn; then the upper half of the
+    lanes is
     folded on the lower until one is left (``h = (w + 1) // 2``).
 
     Args:
@@ -70,7 +74,7 @@ def _fold_lanes(acc: Tensor, op) -> Tensor:  # type: ignore[no-untyped-def]
 
 
 def pack_bits(negative: Tensor, words: Tensor) -> None:
-    """Packs bools ``(..., block_size)`` into int32 ``words`` of shape ``(..., block_size / 32)``, bit plane k from elements ``k*W + j``."""
+    """Packs bools ``(..., block_size)`` into int32 ``words`` of shape ``(..., block_size / 32)``, bit plane k of elements ``k*W + j``."""
     lanes = words.shape[-1]
     planes = negative.unflatten(-1, (BITS_PER_WORD, lanes))
     packed = torch.zeros(words.shape, dtype=torch.int32, device=words.device)
@@ -147,7 +151,8 @@ class ReferenceKernels:
             tensors: 1-D or n-D tensors of any float dtype (no None).
 
         Returns:
-            float64 ``(2,)`` on the tensors' device: sum of squares, and the number of tensors holding a non-finite value.
+            float64 ``(2,)`` on the tensors' device: sum of squares, and the number of tensors holding a non-finite
+            value.
         """
         if not tensors:
             return torch.zeros(2, dtype=torch.float64)
@@ -178,7 +183,7 @@ class ReferenceKernels:
         e: Tensor,
         out: Packed,
     ) -> None:
-        """Worker side of the exchange on blocks ``[lo, hi)``: ``y = ((a*m) + (b*g)) + e``, then bits, scale and residual of y.
+        """Worker side of the exchange: bits, scale and residual of ``y = ((a*m) + (b*g)) + e`` on blocks ``[lo, hi)``.
 
         Source: docs/algorithms, compressor C and exchange, worker line.
 
@@ -189,7 +194,8 @@ class ReferenceKernels:
             a: fp32 ``(hi - lo,)`` factor of ``m`` per block (None with ``m=None``).
             m: old momentum: fp32 flat of the range, or ``Packed`` with the blocks of the range, or None (+0.0).
             b: fp32 ``(hi - lo,)`` factor of ``g`` per block (None with ``g=None``).
-            g: gradient: fp32 flat of the range, or span tensors of the whole bucket (``lo, hi`` must then be all of it), or None (+0.0).
+            g: gradient: fp32 flat of the range, or span tensors of the whole bucket (``lo, hi`` must then be all of
+                it), or None (+0.0).
             e: fp32 flat of the range, worker residual; read and overwritten.
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
         """

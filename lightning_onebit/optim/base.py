@@ -1,0 +1,1031 @@
+"""The books around an update rule: parameters, phases, communication, state. No algorithm lives here.
+
+``OnebitOptimizer.step`` is the one template that all algorithms share. What differs is in four methods that a subclass
+fills in: ``_dense_update`` (a step on averaged gradients), ``_enter_compressed`` (the freeze), ``_coefficients`` (what
+a worker puts into the
+exchange) and ``_apply`` (what is done with the result).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_onebit.comm import (
+    Bucket,
+    ByteLedger,
+    Control,
+    Exchange,
+    Plan,
+    Reducer,
+    Topology,
+    Transport,
+    control_round,
+    handshake,
+    is_dense,
+    memory_order,
+    plan_buckets,
+)
+from lightning_onebit.kernels import Packed, get_backend
+from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number
+
+log = logging.getLogger("lightning_onebit")
+
+STATE_VERSION = 1
+# options that torch.optim.Adam(W) keeps in its groups and that mean nothing here
+_TORCH_ADAM_OPTIONS = {
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Phase(str, Enum):
+    """Where an optimizer is in its schedule.
+
+    WARMUP: gradients are averaged densely and the second moments learn. COMPRESSED: one-bit exchanges. LOCAL: local
+    steps with
+    a one-bit synchronisation now and then (0/1 Adam after its variance freeze).
+    """
+
+    WARMUP = "warmup"
+    COMPRESSED = "compressed"
+    LOCAL = "local"
+
+
+class Coefficients(NamedTuple):
+    """What a worker puts into the exchange of a bucket: ``c = a*m + b*g`` (per block fp32 factors; None: no such term)."""
+
+    a: Tensor | None
+    m: Tensor | Packed | None
+    b: Tensor | None
+
+
+class OnebitOptimizer(torch.optim.Optimizer):
+    """Base of the optimizers; see the subclasses for what they compute.
+
+    ``.grad`` holds the local gradient and ``step()`` does all communication still owed, so the optimizer works in a
+    plain
+    ``torch.distributed`` program: do not wrap the module in DistributedDataParallel. All ranks must call ``step()``
+    equally often.
+
+    State that torch would keep in ``optimizer.state`` lives in flat arenas outside it, because torch casts everything
+    there to the
+    parameter's dtype on load and Lightning moves its tensors one by one; ``state_dict()`` makes per-parameter copies.
+    """
+
+    algorithm: ClassVar[str]
+    # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
+    _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
+
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
+    ) -> None:
+        self.options = options
+        # options of the algorithm that hold for all groups
+        self.settings = settings or {}
+        self._plan: Plan | None = None
+        self._phase = Phase.WARMUP
+        self._steps = 0
+        self._skipped = 0
+        self._skips_in_a_row = 0
+        super().__init__(params, {**defaults, "compress": True})
+        self.ledger = ByteLedger()
+        self._topology: Topology | None = None
+        self._transport: Transport | None = None
+        self._exchange: Exchange | None = None
+        self._reducer: Reducer | None = None
+        self._names: Mapping[Tensor, str] = {}
+        self._timeout = timedelta(seconds=options.timeout)
+        self._overlap_dense = True
+        # by parameter index (order of param_groups)
+        self._params: list[torch.nn.Parameter] = []
+        self._group_of: list[int] = []
+        self._t: list[int] = []
+        self._masters: dict[int, Tensor] = {}
+        self._dense_state: dict[int, dict[str, Tensor]] = {}
+        # parameters in the block plan ("slots" are positions in this list) and those averaged densely for ever
+        self._slots: list[int] = []
+        self._slot_of: dict[int, int] = {}
+        self._dense: list[int] = []
+        self._laid_out_for = (0, 0)
+        self._flat: dict[str, Tensor] = {}
+        self._momentum: list[Tensor | Packed] = []
+        self._worker_residual: Tensor | None = None
+        self._server_residual: Tensor | None = None
+        # facts of the running step
+        self._present: list[bool] | None = None
+        self._verdict: Control | None = None
+        self._active: list[bool] = []
+        self._grad_scale = 1.0
+        self._protected: dict[int, _Protected] = {}
+
+    # ----- what users see ---------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """Current phase."""
+        return self._phase
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there is anything to compress for: more than one rank, or ``force_compression=True``."""
+        return self._ranks().size > 1 or self.options.force_compression
+
+    @property
+    def next_step_is_dense(self) -> bool:
+        """Whether the next ``step()`` works on densely averaged gradients."""
+        return self._phase is Phase.WARMUP or not self.compresses
+
+    @property
+    def steps(self) -> int:
+        """Real steps taken (a skipped step does not count)."""
+        return self._steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because some rank's gradient was not finite."""
+        return self._skipped
+
+    @property
+    def freeze_step(self) -> int | None:
+        """Number of dense steps after which compression begins; None: by ``freeze()``."""
+        return self.settings.get("freeze_step")
+
+    def freeze(self) -> None:
+        """Ends the warm-up: the second moments freeze and every following step is compressed.
+
+        In a world of one rank (without ``force_compression``) steps stay dense and exact, and only the phase changes.
+
+        Raises:
+            RuntimeError: already frozen, or no step has been taken yet (the second moments are still zero).
+        """
+        if self._phase is not Phase.WARMUP:
+            raise RuntimeError(
+                f"{type(self).__name__}.freeze(): already in phase {self._phase.value!r}; freeze only once"
+            )
+        if self._steps == 0:
+            raise RuntimeError(
+                f"{type(self).__name__}.freeze() before the first step: the second moments are still zero; take dense steps first"
+            )
+        if self.freeze_step is not None and self._steps < self.freeze_step:
+            raise RuntimeError(
+                f"{type(self).__name__}.freeze() at step {self._steps}, but freeze_step={self.freeze_step} was given; use one or the other"
+            )
+        self._freeze_now()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; ``compress=False`` in it keeps its parameters densely averaged for ever.
+
+        Raises:
+            RuntimeError: a compressed group is added after the freeze (its second moments could no longer be learned).
+            TypeError: complex, sparse or non-floating parameters.
+            ValueError: options out of range, parameters on several devices.
+        """
+        if self._plan is not None and self._phase is not Phase.WARMUP and param_group.get("compress", True):
+            raise RuntimeError(
+                f"add_param_group() in phase {self._phase.value!r}: second moments of new parameters can no longer be learned; add the "
+                "group before the freeze, or with compress=False"
+            )
+        super().add_param_group(param_group)
+        try:
+            group = self.param_groups[-1]
+            self._check_group(group)
+            self._check_parameters(group["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        if self._plan is not None:
+            self._build()
+
+    def configure_communication(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        ranks_per_node: int = 1,
+        timeout: timedelta | None = None,
+        parameter_names: Mapping[Tensor, str] | None = None,
+        overlap_dense: bool = True,
+    ) -> None:
+        """Says who trains together, before the first step. A collective if ``ranks_per_node > 1``.
+
+        Args:
+            group: the ranks (None: the default group).
+            ranks_per_node: more than 1 exchanges hierarchically.
+            timeout: bound of every wait (None: the ``timeout`` option).
+            parameter_names: names for messages.
+            overlap_dense: overlap dense averaging with backward (False: at its end).
+
+        Raises:
+            RuntimeError: communication is already in use; call ``release_communication()`` first.
+            ValueError: a ``process_group`` was given to the constructor too.
+        """
+        if self._transport is not None:
+            raise RuntimeError("configure_communication(): already in use; call release_communication() first")
+        if self.options.process_group is not None and group is not self.options.process_group:
+            raise ValueError(
+                "process_group was given to the optimizer, but the strategy owns the process groups; leave it out"
+            )
+        self._timeout = timeout or self._timeout
+        self._topology = Topology.create(group, ranks_per_node=ranks_per_node, timeout=self._timeout)
+        self._names = parameter_names or {}
+        self._overlap_dense = overlap_dense
+
+    def release_communication(self) -> None:
+        """Gives hooks, buffers and groups back (they are not destroyed). State stays; the next step connects anew."""
+        if self._reducer is not None:
+            self._reducer.close()
+        self._reducer = self._exchange = self._transport = self._topology = None
+        self._present = self._verdict = None
+
+    def begin_backward(self, sync: bool = True) -> None:
+        """Announces a backward pass, so that dense averaging can overlap with it.
+
+        Args:
+            sync: False for a micro-batch whose gradients are only accumulated.
+        """
+        self._prepare()
+        self._present = self._verdict = None
+        if self._reducer is not None and sync and any(p.requires_grad for p in self._reducer.params):
+            self._reducer.arm()
+
+    @torch.no_grad()
+    def sync_gradients(self) -> None:
+        """Makes ``.grad`` the average over ranks wherever this step needs it so; all of it if the next step is dense.
+
+        Idempotent until the next backward, ``zero_grad()`` or ``step()``. ``step()`` calls it; call it yourself to look
+        at averaged
+        gradients before the step.
+        """
+        self._prepare()
+        if self._reducer is None or (self._present is not None and not self._reducer.stale):
+            return
+        self._present = self._reducer.finish()
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clips gradients by their global norm, by the same factor on every rank.
+
+        In a dense step the norm is that of the averaged gradient (as with DDP); in a compressed step it is
+        ``G = sqrt((1/n) sum_i ||g_i||^2)``, which costs the control round that ``step()`` then need not repeat.
+
+        Args:
+            max_norm: upper bound of the norm.
+
+        Returns:
+            The norm before clipping, fp32, 0-d.
+        """
+        check_number("max_norm", max_norm, above=0)
+        self.sync_gradients()
+        if self.options.max_grad_norm is not None:
+            raise ValueError(
+                f"clip_grad_norm_(): the optimizer clips already (max_grad_norm={self.options.max_grad_norm}); give one of the two"
+            )
+        if self._verdict is None:
+            self._verdict = self._judge(norm=True)
+        norm = self._verdict.norm
+        factor = max_norm / (norm + 1e-6)
+        if factor < 1.0:
+            grads = [p.grad for p in self._params if p.grad is not None]
+            if grads:
+                torch._foreach_mul_(grads, factor)
+        return torch.tensor(norm, dtype=torch.float32)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """See ``torch.optim.Optimizer.zero_grad``."""
+        self._present = self._verdict = None
+        super().zero_grad(set_to_none)
+
+    def variance_l1(self) -> float:
+        """``||v||_1`` of the compressed groups (a full pass over memory), rounded to fp32 so that all ranks see the same number."""
+        v = self._flat.get("v")
+        if v is None:
+            raise RuntimeError(
+                f"variance_l1(): the second moments are frozen (phase {self._phase.value!r})"
+                if self._steps
+                else "variance_l1(): no step has been taken yet"
+            )
+        return float(v.sum(dtype=torch.float64).float())
+
+    @torch.no_grad()
+    def residual_ratio(self) -> float:
+        """Norm of this rank's worker residual relative to the norm of the momentum; 0.0 before the first exchange (a pass over memory)."""
+        if self._worker_residual is None or not self._momentum:
+            return 0.0
+        squares = 0.0
+        for bucket, momentum in zip(self._buckets(), self._momentum, strict=True):
+            if isinstance(momentum, Packed):
+                squares += float((momentum.scales.flatten().double().square() * bucket.lengths).sum())
+            else:
+                squares += float(torch.linalg.vector_norm(momentum, dtype=torch.float64)) ** 2
+        # hierarchical ranks hold 1/K of the residual
+        share = self._worker_residual.numel() / max(1, self._known_plan().elements)
+        residual = float(torch.linalg.vector_norm(self._worker_residual, dtype=torch.float64)) / share**0.5
+        return residual / squares**0.5 if squares > 0 else 0.0
+
+    # ----- the step template ------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """One optimizer step, with all communication it owes.
+
+        Args:
+            closure: re-evaluates the model and returns the loss (forward and backward happen inside).
+
+        Returns:
+            What the closure returned.
+
+        Raises:
+            FloatingPointError: more than ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
+            rank.
+            PlanMismatch: the ranks do not run the same program (first step).
+            CollectiveTimeout: a rank did not join in time.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._prepare()
+        dense = self.next_step_is_dense
+        self.sync_gradients()
+        verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
+        already_clipped = self._verdict is not None
+        self._active = list(verdict.present)
+        if verdict.finite:
+            self._clip(verdict, already_clipped)
+            if dense:
+                self._step_dense([i for i in self._known() if self._active[i]])
+            else:
+                self._step_compressed()
+            self._skips_in_a_row = 0
+            self._steps += 1
+        self._close_step(dense, skipped=not verdict.finite)
+        if verdict.finite:
+            self._advance()
+        else:
+            self._note_skip()
+        return loss
+
+    def _close_step(self, dense: bool, *, skipped: bool) -> None:
+        self._present = self._verdict = None
+        ranks = self._ranks().size
+        wire = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
+        self.ledger.close_step(
+            step=self._steps,
+            phase=self._phase.value,
+            dense=dense,
+            skipped=skipped,
+            dense_bytes=2 * (ranks - 1) * wire // ranks,
+        )
+        if self._transport is not None:
+            self._transport.step = self._steps + 1
+
+    def _note_skip(self) -> None:
+        self._skipped += 1
+        self._skips_in_a_row += 1
+        if self._skipped == 1:
+            log.warning(
+                "step %d skipped on all ranks: a gradient was not finite on at least one of them (further skips are only counted)",
+                self._steps + 1,
+            )
+        if self._skips_in_a_row >= self.options.max_consecutive_skips:
+            raise FloatingPointError(
+                f"{self._skips_in_a_row} steps in a row were skipped because of non-finite gradients (max_consecutive_skips="
+                f"{self.options.max_consecutive_skips}); the run has diverged: lower lr, clip gradients, or look at the data"
+            )
+
+    def _judge(self, *, norm: bool) -> Control:
+        """Finiteness and presence of this step's gradients, alike on all ranks, and their norm if asked for."""
+        params, ranks = self._params, self._ranks()
+        present = [p.grad is not None for p in params]
+        averaged = self._reducer.finite() if self._reducer is not None else torch.tensor(True)
+        if self._present is not None:
+            assert self._reducer is not None
+            for i, anywhere in zip(self._reduced(), self._present, strict=True):
+                present[i] = anywhere
+        local = [i for i in self._known() if params[i].grad is not None]
+        shared = set(self._reduced()) if self._reducer is not None else set()
+        own = [params[i].grad for i in local if i not in shared]
+        common = [params[i].grad for i in local if i in shared]
+        squares, bad = self._kernels.grad_stats([g for g in own if g is not None]).tolist() if own else (0.0, 0)
+        bad += not bool(averaged)
+        if ranks.size > 1 and not self.next_step_is_dense:
+            assert self._transport is not None
+            control = control_round(self._transport, squares, int(bad), present, self._device)
+        else:
+            control = Control(squares, bad == 0, tuple(present), 1)
+        if common and norm:
+            # averaged gradients are the same on every rank and count once
+            square = self._kernels.grad_stats([g for g in common if g is not None])[0].item()
+            control = replace(control, sum_squares=control.sum_squares + square * control.ranks)
+        return control
+
+    def _clip(self, verdict: Control, already_clipped: bool) -> None:
+        self._grad_scale = 1.0
+        limit = self.options.max_grad_norm
+        if limit is None or already_clipped:
+            return
+        factor = min(1.0, limit / (verdict.norm + 1e-6))
+        if factor == 1.0:
+            return
+        averaged = [
+            g
+            for i in (self._known() if self.next_step_is_dense else self._dense)
+            if (g := self._params[i].grad) is not None
+        ]
+        if averaged:
+            torch._foreach_mul_(averaged, factor)
+        # local gradients are not touched: the factor goes into the exchange's coefficients
+        self._grad_scale = factor
+
+    def _step_dense(self, active: list[int]) -> None:
+        for group_index, members in self._by_group(active):
+            self._dense_update(self.param_groups[group_index], members)
+        self._publish(active)
+        for i in active:
+            self._t[i] += 1
+
+    def _step_compressed(self) -> None:
+        """Exchange and apply for the plan's parameters, then a dense update for ``compress=False`` groups."""
+        assert self._exchange is not None
+        for i in self._slots:
+            self._t[i] += self._active[i]
+        active = [self._active[i] for i in self._slots]
+        buckets = [b for b in self._buckets() if any(active[slot] for slot in b.params)]
+        self._protected = {
+            b.index: _Protected(self, b, active) for b in buckets if not all(active[s] for s in b.params)
+        }
+        self._begin_exchange()
+        self._exchange.run(buckets, self)
+        self._end_exchange()
+        self._protected = {}
+        self._publish([i for i in self._slots if self._active[i]])
+        self._step_dense([i for i in self._dense if self._active[i]])
+
+    # ----- codec: the exchange's view of an optimizer (see comm.exchange.Codec)
+    # -----------------------------------------
+
+    def local(self, bucket: Bucket) -> Tensor:
+        """fp32 flat of this rank's gradients of a bucket (hierarchical exchange)."""
+        flat = torch.empty(bucket.elements, dtype=torch.float32, device=self._device)
+        self._kernels.gather(bucket, self._bind_grads(bucket), flat)
+        return flat
+
+    def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
+        """Worker side: compresses ``a*m + b*g + e`` of this rank's shard."""
+        ranks = self._ranks()
+        lo, hi = self._shard_blocks(bucket)
+        out = self._payload(bucket, ranks.nodes)
+        if guard := self._protected.get(bucket.index):
+            guard.save()
+        a, m, b = self._coefficients(bucket, lo, hi)
+        self._kernels.compress(
+            bucket,
+            lo,
+            hi,
+            a=a,
+            m=m,
+            b=b,
+            g=None if b is None else shard if shard is not None else self._bind_grads(bucket),
+            e=self._residual_of(bucket),
+            out=out,
+        )
+        return out.raw
+
+    def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
+        """Server side: reduces and compresses again this rank's chunk."""
+        ranks = self._ranks()
+        count = bucket.blocks // ranks.size
+        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        rows = Packed(received, count, bucket.block_size)
+        out = self._payload(bucket, 1)
+        lengths = bucket.lengths[chunk * count : (chunk + 1) * count]
+        self._kernels.reduce(rows, lengths, self._server_residual_of(bucket), out, 1.0 / ranks.nodes)
+        return out.raw.view(-1)
+
+    def reply_buffer(self, bucket: Bucket) -> Tensor:
+        """Where round 2 writes: the packed momentum itself."""
+        ranks = self._ranks()
+        held = self._momentum[bucket.index] if self._momentum else None
+        if isinstance(held, Packed) and bucket.index not in self._protected:
+            return held.raw
+        return self._payload(bucket, ranks.size).raw
+
+    def finish(self, bucket: Bucket, gathered: Tensor) -> None:
+        """Takes the averaged, compressed result and applies it."""
+        packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
+        self._apply(bucket, packed)
+        if guard := self._protected.get(bucket.index):
+            guard.restore(packed)
+        else:
+            self._momentum[bucket.index] = packed
+
+    # ----- what an algorithm fills in ---------------------------------------------------------------------------------
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Validates the options of a parameter group."""
+        check_number("lr", group["lr"], least=0)
+        check_number("weight_decay", group["weight_decay"], least=0)
+        check_flag("compress", group["compress"])
+        if "betas" in group:
+            check_betas(group["betas"])
+        if "eps" in group:
+            check_number("eps", group["eps"], least=0)
+
+    def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
+        """Steps parameters of one group on averaged gradients."""
+        raise AssertionError("abstract")
+
+    def _enter_compressed(self) -> None:
+        """Freezes what the algorithm freezes; arenas change here."""
+        raise AssertionError("abstract")
+
+    def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
+        """What the worker compresses for blocks ``[lo, hi)``."""
+        raise AssertionError("abstract")
+
+    def _apply(self, bucket: Bucket, packed: Packed) -> None:
+        """Uses the exchanged result of a bucket."""
+        raise AssertionError("abstract")
+
+    def _begin_exchange(self) -> None:
+        """Called before the exchange of a step."""
+
+    def _end_exchange(self) -> None:
+        """Called when all buckets are finished."""
+
+    def _advance(self) -> None:
+        """The one transition function: called after every real step."""
+        if self._phase is Phase.WARMUP and self.freeze_step is not None and self._steps >= self.freeze_step:
+            self._freeze_now()
+
+    def _arenas(self) -> tuple[str, ...]:
+        """Flat arenas that the algorithm needs from the start."""
+        return ("m", "v")
+
+    # ----- books ------------------------------------------------------------------------------------------------------
+
+    def _freeze_now(self) -> None:
+        self._phase = Phase.COMPRESSED
+        if self.compresses and self._plan is not None:
+            self._start_compression()
+
+    def _start_compression(self) -> None:
+        """Turns the warm-up's state into that of the compressed stage."""
+        self._enter_compressed()
+        self._momentum = [bucket.slice(self._flat["m"]) for bucket in self._buckets()] if "m" in self._flat else []
+        self._flat.pop("m", None)
+        self._allocate_residuals()
+        self._renew_reducer()
+
+    def _allocate_residuals(self) -> None:
+        ranks, elements = self._ranks(), self._known_plan().elements
+        if self._worker_residual is None:
+            self._worker_residual = torch.zeros(elements // ranks.ranks_per_node, device=self._device)
+            self._server_residual = torch.zeros(elements // ranks.size, device=self._device)
+
+    def _ranks(self) -> Topology:
+        if self._topology is None:
+            self._topology = Topology.create(self.options.process_group)
+        return self._topology
+
+    @property
+    def _device(self) -> torch.device:
+        return self.param_groups[0]["params"][0].device
+
+    def _known_plan(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return self._known_plan().buckets
+
+    def _known(self) -> list[int]:
+        return sorted((*self._slots, *self._dense))
+
+    def _reduced(self) -> list[int]:
+        """Parameter indices that the dense reducer averages, in its order."""
+        return self._known() if self.next_step_is_dense else list(self._dense)
+
+    def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        members: dict[int, list[int]] = {}
+        for i in indices:
+            members.setdefault(self._group_of[i], []).append(i)
+        yield from members.items()
+
+    def name_of(self, index: int) -> str:
+        """Name of a parameter for messages."""
+        param = self._params[index]
+        return self._names.get(param) or f"parameter {index}"
+
+    def _weight(self, index: int) -> Tensor:
+        """fp32 weights of a parameter: itself, or its master copy when it is a 16-bit tensor."""
+        return self._masters.get(index, self._params[index].data)
+
+    def _moment(self, name: str, index: int) -> Tensor:
+        """State of a parameter with its shape and strides; a view of an arena for compressed groups."""
+        if index in self._dense_state:
+            return self._dense_state[index][name]
+        return self._known_plan().view(self._flat[name], self._slot_of[index], self._params[index])
+
+    def _group(self, index: int) -> dict[str, Any]:
+        """Parameter group of a parameter."""
+        return self.param_groups[self._group_of[index]]
+
+    def _grad(self, index: int) -> Tensor:
+        """Gradient of a parameter that has one, or zeros where only other ranks have one."""
+        p = self._params[index]
+        return torch.zeros_like(p) if p.grad is None else p.grad
+
+    def _part(self, flat: Tensor, slot: int) -> Tensor:
+        """A parameter's 1-D part, in memory order, of a flat over all blocks."""
+        start = self._known_plan().starts[slot]
+        return flat[start : start + self._params[self._slots[slot]].numel()]
+
+    def _momentum_of(self, bucket: Bucket, lo: int, hi: int) -> Tensor | Packed:
+        """The held momentum of blocks ``[lo, hi)``."""
+        held = self._momentum[bucket.index]
+        if isinstance(held, Packed):
+            return held.narrow(lo // held.blocks_per_row, (hi - lo) // held.blocks_per_row)
+        return held[lo * bucket.block_size : hi * bucket.block_size]
+
+    def _publish(self, indices: Sequence[int]) -> None:
+        """Writes master weights back into 16-bit parameters."""
+        pairs = [(self._params[i], self._masters[i]) for i in indices if i in self._masters]
+        if pairs:
+            torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
+
+    def _bind_grads(self, bucket: Bucket) -> list[Tensor | None]:
+        grads: list[Tensor | None] = []
+        for i in self._slots:
+            p = self._params[i]
+            grad = p.grad
+            if grad is not None and grad.stride() != p.stride() and p.numel() > 1:
+                grad = torch.empty_like(p).copy_(grad)  # autograd may hand over another memory order
+            grads.append(None if grad is None else memory_order(grad))
+        return bucket.bind(grads)
+
+    def _bind_weights(self, bucket: Bucket) -> list[Tensor | None]:
+        return bucket.bind([memory_order(self._weight(i)) if self._active[i] else None for i in self._slots])
+
+    def _per_block(self, bucket: Bucket, values: Sequence[float]) -> Tensor:
+        """fp32 ``(blocks,)`` from one value per slot."""
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[bucket.block_param]
+
+    def _shard_blocks(self, bucket: Bucket) -> tuple[int, int]:
+        ranks = self._ranks()
+        count = bucket.blocks // ranks.ranks_per_node
+        return ranks.local_rank * count, (ranks.local_rank + 1) * count
+
+    def _residual_of(self, bucket: Bucket) -> Tensor:
+        assert self._worker_residual is not None
+        share = self._ranks().ranks_per_node
+        start = bucket.first_block * bucket.block_size // share
+        return self._worker_residual[start : start + bucket.elements // share]
+
+    def _server_residual_of(self, bucket: Bucket) -> Tensor:
+        assert self._server_residual is not None
+        share = self._ranks().size
+        start = bucket.first_block * bucket.block_size // share
+        return self._server_residual[start : start + bucket.elements // share]
+
+    def _payload(self, bucket: Bucket, rows: int) -> Packed:
+        count = bucket.blocks // self._ranks().size
+        width = Packed.row_bytes(count, bucket.block_size)
+        return Packed(torch.empty((rows, width), dtype=torch.uint8, device=self._device), count, bucket.block_size)
+
+    def _check_parameters(self, params: Sequence[Tensor]) -> None:
+        first = self.param_groups[0]["params"][0]
+        for p in params:
+            shape = tuple(p.shape)
+            if p.is_sparse or p.layout is not torch.strided:
+                raise TypeError(
+                    f"a parameter of shape {shape} is sparse; {type(self).__name__} trains dense tensors only"
+                )
+            if p.dtype not in _DTYPES:
+                raise TypeError(
+                    f"a parameter of shape {shape} has dtype {p.dtype}; {type(self).__name__} trains float32, bfloat16 "
+                    "and float16 (complex and float64 parameters belong to another optimizer)"
+                )
+            if p.device != first.device:
+                raise ValueError(f"parameters on {first.device} and {p.device}; give each device its own optimizer")
+            if not is_dense(p):
+                raise ValueError(
+                    f"a parameter of shape {shape} has strides {p.stride()} with gaps or overlaps; make it contiguous"
+                )
+
+    def _prepare(self) -> None:
+        """Plans and connects on first use, and again when a parameter becomes trainable."""
+        if self._plan is None or self._transport is None:
+            self._build()
+            return
+        known = set(self._slots) | set(self._dense)
+        fresh = [i for i, p in enumerate(self._params) if p.requires_grad and i not in known]
+        if fresh:
+            late = [i for i in fresh if self.param_groups[self._group_of[i]]["compress"]]
+            if late and self._phase is not Phase.WARMUP:
+                raise RuntimeError(
+                    f"{self.name_of(late[0])} became trainable in phase {self._phase.value!r}: its second moments can no longer "
+                    "be learned; unfreeze it before the freeze, or put it into a group with compress=False"
+                )
+            self._build()
+
+    def _build(self, *, connect: bool = True) -> None:
+        """Lays out parameters and arenas, keeping state there is, and agrees on the plan with the other ranks.
+
+        Args:
+            connect: False leaves the handshake to the first step (loading a checkpoint is no collective).
+        """
+        kept = {id(self._params[i]): self._state_of(i) for i in self._known()} if self._plan is not None else {}
+        self._index()
+        if self._phase is Phase.WARMUP or self._plan is None:
+            self._layout(kept)
+        elif self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
+            self.load_state_dict(self.state_dict())  # connected to another world since: cut everything anew
+        if connect:
+            self._connect()
+        if self._transport is not None:
+            self._renew_reducer()
+
+    def _index(self) -> None:
+        """Numbers the parameters and deals them to the plan (``_slots``) and to dense averaging (``_dense``)."""
+        known = {id(self._params[i]) for i in self._known()}
+        counts = {id(p): t for p, t in zip(self._params, self._t, strict=True)}
+        self._params = [p for group in self.param_groups for p in group["params"]]
+        self._group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._t = [counts.get(id(p), 0) for p in self._params]
+        trainable = [i for i, p in enumerate(self._params) if p.requires_grad or id(p) in known]
+        self._slots = [i for i in trainable if self.param_groups[self._group_of[i]]["compress"]]
+        self._slot_of = {i: slot for slot, i in enumerate(self._slots)}
+        self._dense = [i for i in trainable if not self.param_groups[self._group_of[i]]["compress"]]
+
+    def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        ranks = self._ranks()
+        self._laid_out_for = (ranks.size, ranks.ranks_per_node)
+        self._kernels = get_backend(self.options.kernels, self._device)
+        self._plan = plan_buckets(
+            [self._params[i].numel() for i in self._slots],
+            block_size=self.options.block_size,
+            world_size=ranks.size,
+            bucket_elements=int(self.options.bucket_mb * 2**20 / 4),
+            device=self._device,
+        )
+        names = self._arenas()
+        self._flat = {name: torch.zeros(self._plan.elements, device=self._device) for name in names}
+        self._dense_state = {
+            i: {name: torch.zeros_like(self._params[i], dtype=torch.float32) for name in names} for i in self._dense
+        }
+        self._masters = {
+            i: kept.get(id(self._params[i]), {}).get("master", self._params[i].detach().float())
+            for i in (*self._slots, *self._dense)
+            if self._params[i].dtype != torch.float32
+        }
+        for i in (*self._slots, *self._dense):
+            for name, value in kept.get(id(self._params[i]), {}).items():
+                if name in names:
+                    self._moment(name, i).copy_(value)
+
+    def _state_of(self, index: int) -> dict[str, Tensor]:
+        if self._phase is not Phase.WARMUP:
+            return {}
+        state = {name: self._moment(name, index).clone() for name in self._flat}
+        if index in self._masters:
+            state["master"] = self._masters[index]
+        return state
+
+    def _connect(self) -> None:
+        ranks = self._ranks()
+        self._transport = Transport(ranks, self.ledger, self._timeout, self.algorithm)
+        self._transport.step = self._steps + 1
+        self._exchange = Exchange(self._transport)
+        if ranks.size > 1:
+            handshake(self._transport, self._description(), self._device, "training plan")
+
+    def _renew_reducer(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        indices = self._reduced()
+        if self._ranks().size > 1 and indices:
+            assert self._transport is not None
+            self._reducer = Reducer(
+                [self._params[i] for i in indices],
+                self._transport,
+                int(self.options.bucket_mb * 2**20),
+                overlap=self._overlap_dense,
+            )
+
+    def _description(self) -> list[str]:
+        """The plan in words: what all ranks must agree on."""
+        ranks = self._ranks()
+        lines = [f"algorithm {self.algorithm}", f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node"]
+        options = {k: v for k, v in vars(self.options).items() if k not in ("process_group", "kernels", "timeout")}
+        lines += [f"option {name}={value}" for name, value in options.items()]
+        lines += [f"option {name}={value}" for name, value in self.settings.items()]
+        lines.append(f"phase {self._phase.value} after {self._steps} steps")
+        for g, group in enumerate(self.param_groups):
+            facts = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names"))
+            lines.append(f"group {g}: {len(group['params'])} parameters, {facts}")
+        for i in self._known():
+            p = self._params[i]
+            lines.append(
+                f"{self.name_of(i)}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, group {self._group_of[i]}"
+            )
+        return lines
+
+    # ----- checkpoints ------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Replicated state in the layout of ``torch.optim.AdamW`` (which can load it), plus one key ``"onebit"``.
+
+        Per parameter: ``step`` (fp32, 0-d), ``exp_avg``, ``exp_avg_sq`` (fp32, shape of the parameter), and where they
+        exist
+        ``master`` (fp32 weights of a 16-bit parameter) and arenas of the algorithm. Residuals differ by rank and are
+        not in it
+        (see ``residual_state_dict``).
+        """
+        packed = super().state_dict()
+        if self._plan is None:
+            packed["onebit"] = self._books()
+            return packed
+        per_param: dict[int, dict[str, Tensor]] = {i: {} for i in self._known()}
+        for name, values in self._saved_arenas():
+            for slot, i in enumerate(self._slots):
+                view = self._plan.view(values, slot, self._params[i])
+                per_param[i][name] = torch.empty_like(view).copy_(view)
+            del values
+        for i in self._dense:
+            for key, name in self._replicated.items():
+                if name in self._dense_state[i]:
+                    per_param[i][key] = self._dense_state[i][name].clone()
+        for i in self._known():
+            per_param[i]["step"] = torch.tensor(float(self._t[i]))
+            if i in self._masters:
+                per_param[i]["master"] = self._masters[i].clone()
+        packed["state"] = {i: per_param[i] for i in sorted(per_param) if self._t[i] > 0}
+        packed["onebit"] = self._books()
+        return packed
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """What differs by rank: this rank's worker and server residual (fp32 flats, None before the first exchange) and their layout."""
+        ranks = self._ranks()
+        return {
+            "version": STATE_VERSION,
+            "world_size": ranks.size,
+            "ranks_per_node": ranks.ranks_per_node,
+            "rank": ranks.rank,
+            "block_size": self.options.block_size,
+            "worker_residual": self._worker_residual,
+            "server_residual": self._server_residual,
+        }
+
+    def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, flat values) of replicated arenas, one at a time so that only one temporary exists."""
+        yield "exp_avg", self._momentum_flat()
+        for key, name in self._replicated.items():
+            if key != "exp_avg" and name in self._flat:
+                yield key, self._flat[name]
+
+    def _momentum_flat(self) -> Tensor:
+        """The momentum as an fp32 flat over all blocks."""
+        if "m" in self._flat:
+            return self._flat["m"]
+        flat = torch.zeros(self._known_plan().elements, device=self._device)
+        for bucket, held in zip(self._buckets(), self._momentum, strict=True):
+            if isinstance(held, Packed):
+                self._kernels.unpack(held, bucket.lengths, bucket.slice(flat))
+            else:
+                bucket.slice(flat).copy_(held)
+        return flat
+
+    def _books(self) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "algorithm": self.algorithm,
+            "phase": self._phase.value,
+            "steps": self._steps,
+            "skipped": self._skipped,
+            "ledger": self.ledger.as_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads ``state_dict()``, or the state of a plain ``torch.optim.Adam`` / ``AdamW``.
+
+        The latter continues in the warm-up. Residuals start from zero unless ``load_residual_state_dict`` follows.
+
+        Raises:
+            ValueError: groups do not match, another algorithm's state, or a newer version of the format.
+        """
+        books = state_dict.get("onebit")
+        if books is not None:
+            if books["version"] > STATE_VERSION:
+                raise ValueError(
+                    f"optimizer state of format {books['version']}, newer than this release reads ({STATE_VERSION}); upgrade"
+                )
+            if books["algorithm"] != self.algorithm:
+                raise ValueError(
+                    f"optimizer state of {books['algorithm']!r} cannot be loaded into {self.algorithm!r}; "
+                    "keep the algorithm, or load the weights only"
+                )
+        ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group, mine in zip(self.param_groups, ours, strict=True):
+            for key in _TORCH_ADAM_OPTIONS & set(group):
+                del group[key]
+            for key, value in mine.items():
+                group.setdefault(key, value)
+            self._check_group(group)
+        self._phase = Phase.WARMUP
+        self._momentum, self._flat, self._plan = [], {}, None
+        self._worker_residual = self._server_residual = None
+        self._t = [0] * len(self._params)
+        self._build(connect=False)
+        order = [i for g in state_dict["param_groups"] for i in g["params"]]
+        saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
+        steps = [int(s["step"]) for s in saved.values()]
+        self._steps = books["steps"] if books else max(steps, default=0)
+        self._skipped = books["skipped"] if books else 0
+        if books:
+            self.ledger.load_dict(books["ledger"])
+        for i, state in saved.items():
+            self._t[i] = int(state["step"])
+            if i in self._masters and "master" in state:
+                self._masters[i].copy_(state["master"])
+        for i, state in saved.items():
+            for key, name in self._replicated.items():
+                if key in state and (name in self._flat or i in self._dense_state):
+                    self._moment(name, i).copy_(state[key])
+        self._load_phase(Phase(books["phase"]) if books else Phase.WARMUP, books or {}, saved)
+        if self._transport is not None:
+            self._transport.step = self._steps + 1
+
+    def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
+        """Puts the optimizer into the phase of a checkpoint, after m and v are in their arenas."""
+        self._phase = phase
+        if phase is Phase.WARMUP:
+            self._advance()
+        elif self.compresses:
+            self._start_compression()
+
+
+class _Protected:
+    """Keeps a bucket's parameters that have no gradient on any rank exactly as they are through an exchange."""
+
+    def __init__(self, optimizer: OnebitOptimizer, bucket: Bucket, active: Sequence[bool]) -> None:
+        self._optimizer = optimizer
+        self._bucket = bucket
+        idle = torch.tensor([not a for a in active], device=bucket.device)
+        self._idle = idle[bucket.block_param]
+        lo, hi = optimizer._shard_blocks(bucket)
+        ranks = optimizer._ranks()
+        count = bucket.blocks // ranks.size
+        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        self._in_shard = self._idle[lo:hi]
+        self._in_chunk = self._idle[chunk * count : (chunk + 1) * count]
+
+    def save(self) -> None:
+        """Remembers residuals and momentum of the idle blocks."""
+        optimizer, bucket = self._optimizer, self._bucket
+        size = bucket.block_size
+        self._e = optimizer._residual_of(bucket).view(-1, size)[self._in_shard]
+        self._d = optimizer._server_residual_of(bucket).view(-1, size)[self._in_chunk]
+        self._old = optimizer._momentum[bucket.index] if optimizer._momentum else None
+
+    def restore(self, packed: Packed) -> None:
+        """Puts them back, and merges the momenta."""
+        optimizer, bucket = self._optimizer, self._bucket
+        size = bucket.block_size
+        optimizer._residual_of(bucket).view(-1, size)[self._in_shard] = self._e
+        optimizer._server_residual_of(bucket).view(-1, size)[self._in_chunk] = self._d
+        if self._old is None:
+            return
+        idle = self._idle.view(packed.rows, packed.blocks_per_row)
+        if isinstance(self._old, Packed):
+            packed.scales[idle] = self._old.scales[idle]
+            packed.words[idle] = self._old.words[idle]
+        else:
+            kept = self._old.view(-1, size)[self._idle]
+            packed.scales[idle] = 0.0
+            if bool(kept.any()):
+                # an fp32 momentum has no packed form: this bucket stays unpacked until all its parameters get gradients
+                flat = torch.empty(bucket.elements, dtype=torch.float32, device=bucket.device)
+                optimizer._kernels.unpack(packed, bucket.lengths, flat)
+                flat.view(-1, size)[self._idle] = kept
+                optimizer._momentum[bucket.index] = flat
+                return
+        optimizer._momentum[bucket.index] = packed

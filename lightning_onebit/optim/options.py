@@ -1,0 +1,119 @@
+"""Options that all optimizers share, checked where they are given."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+import torch.distributed as dist
+
+from lightning_onebit.kernels import BACKENDS
+
+
+def check_number(
+    name: str,
+    value: Any,
+    *,
+    above: float | None = None,
+    least: float | None = None,
+    below: float | None = None,
+    most: float | None = None,
+    optional: bool = False,
+) -> None:
+    """Raises unless ``value`` is a finite real number within the bounds.
+
+    Raises:
+        TypeError: not a real number.
+        ValueError: out of range; the message names the option, its value and the range.
+    """
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name}={value!r} must be a number{' or None' if optional else ''}, not {type(value).__name__}"
+        )
+    bounds = [
+        (above, lambda b: value > b, ">"),
+        (least, lambda b: value >= b, ">="),
+        (below, lambda b: value < b, "<"),
+        (most, lambda b: value <= b, "<="),
+    ]
+    wanted = " and ".join(f"{sign} {bound:g}" for bound, _, sign in bounds if bound is not None)
+    if not math.isfinite(value) or any(bound is not None and not holds(bound) for bound, holds, _ in bounds):
+        raise ValueError(f"{name}={value!r} is out of range; it must be finite{' and ' + wanted if wanted else ''}")
+
+
+def check_integer(name: str, value: Any, *, least: int, optional: bool = False) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``value`` is an integer ``>= least``."""
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(
+            f"{name}={value!r} must be an integer{' or None' if optional else ''}, not {type(value).__name__}"
+        )
+    if value < least:
+        raise ValueError(f"{name}={value!r} is out of range; it must be at least {least}")
+
+
+def check_flag(name: str, value: Any) -> None:
+    """Raises ``TypeError`` unless ``value`` is a bool."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Raises ``ValueError`` unless ``value`` is one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, choices))}")
+
+
+def check_betas(betas: Any) -> None:
+    """Raises unless ``betas`` is a pair of numbers in ``[0, 1)``."""
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise TypeError(f"betas={betas!r} must be a pair of numbers")
+    for index, beta in enumerate(betas):
+        check_number(f"betas[{index}]", beta, least=0, below=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommonOptions:
+    """Options of every optimizer; validated on construction.
+
+    Attributes:
+        block_size: elements that share one scale, a multiple of 32.
+        max_grad_norm: clip the global gradient norm (see docs/algorithms); None: no clipping.
+        process_group: ranks that train together; None: the default group.
+        force_compression: compress even in a world of one rank (for tests and measurements).
+        bucket_mb: about how many MB (2**20 bytes) of fp32 gradients one bucket carries.
+        max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error.
+        kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
+        timeout: seconds that a rank waits for the others in one collective.
+    """
+
+    block_size: int = 2048
+    max_grad_norm: float | None = None
+    process_group: dist.ProcessGroup | None = None
+    force_compression: bool = False
+    bucket_mb: float = 16.0
+    max_consecutive_skips: int = 100
+    kernels: str = "auto"
+    timeout: float = 1800.0
+
+    def __post_init__(self) -> None:
+        """Checks every option.
+
+        Raises:
+            TypeError: an option of the wrong type.
+            ValueError: an option out of range.
+        """
+        check_integer("block_size", self.block_size, least=32)
+        if self.block_size % 32:
+            raise ValueError(f"block_size={self.block_size} must be a multiple of 32 (one word of sign bits); try 2048")
+        check_number("max_grad_norm", self.max_grad_norm, above=0, optional=True)
+        check_flag("force_compression", self.force_compression)
+        check_number("bucket_mb", self.bucket_mb, above=0)
+        check_integer("max_consecutive_skips", self.max_consecutive_skips, least=1)
+        check_choice("kernels", self.kernels, BACKENDS)
+        check_number("timeout", self.timeout, above=0)
