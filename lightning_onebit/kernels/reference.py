@@ -101,7 +101,9 @@ def _values(packed: Packed) -> Tensor:
 def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed) -> Tensor:
     """Writes bits and scales of ``y`` into ``out``; returns the residual ``y - C(y)`` (0 on padding)."""
     counts = lengths.to(torch.float32)
-    scale = torch.sqrt(block_square_sums(y) / torch.where(lengths > 0, counts, torch.ones_like(counts)))
+    mean = block_square_sums(y) / torch.where(lengths > 0, counts, torch.ones_like(counts))
+    # torch.sqrt of fp32 may come from a vector library and be off by one unit; through fp64 it is correctly rounded everywhere
+    scale = torch.sqrt(mean.double()).float()
     negative = torch.signbit(y) & valid
     out.scales.copy_(scale.view(out.rows, out.blocks_per_row))
     pack_bits(negative.view(out.rows, out.blocks_per_row, out.block_size), out.words)

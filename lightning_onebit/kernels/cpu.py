@@ -1,0 +1,490 @@
+"""The CPU kernels: ``onebit_cpu.cpp``, compiled once per machine, cached, and called through ctypes.
+
+A plain C library needs no torch headers, so it builds in seconds, and no build tool but a C++ compiler. It is kept in a
+directory of the user under a name that carries everything the result depends on (source, compiler, flags, processor); another
+machine that shares the home directory, or another version of this package, gets a library of its own.
+
+Environment:
+    ``CXX``: the compiler, with arguments if need be (default: the first of ``c++``, ``g++``, ``clang++`` on the path).
+    ``LIGHTNING_ONEBIT_CACHE``: directory of compiled libraries (default: ``lightning_onebit`` in ``XDG_CACHE_HOME`` or
+    ``~/.cache``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shlex
+import shutil
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.kernels import BlockMap, KernelsUnavailable, SpanLike, Spans
+from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
+from lightning_onebit.kernels.reference import ReferenceKernels
+
+log = logging.getLogger("lightning_onebit")
+
+SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
+ABI = 1
+# No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
+FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-fast-math", "-ffp-contract=off")
+TUNING = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
+COMPILE_SECONDS = 300  # a compiler that takes longer hangs
+
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+# ----- building -------------------------------------------------------------------------------------------------------
+
+
+def find_compiler() -> list[str]:
+    """The compiler's command line: ``CXX``, else the first C++ compiler on the path.
+
+    Raises:
+        KernelsUnavailable: there is none.
+    """
+    chosen = os.environ.get("CXX", "").strip()
+    command = shlex.split(chosen) if chosen else [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
+    if not command:
+        raise KernelsUnavailable("no C++ compiler (c++, g++ or clang++) is on the path; install one or set CXX")
+    if shutil.which(command[0]) is None:
+        raise KernelsUnavailable(f"CXX={chosen!r} is not an executable; set CXX to a C++ compiler or unset it")
+    return command
+
+
+def _processor() -> str:
+    """What ``-march=native`` depends on."""
+    text = f"{sys.platform} {platform.machine()} {platform.processor()}"
+    with contextlib.suppress(OSError):
+        wanted = ("vendor_id", "cpu family", "model", "stepping", "flags", "Features", "CPU implementer", "CPU part")
+        # one processor's lines suffice; the first blank line ends them
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
+        text += "".join(line for line in lines if line.split(":")[0].strip() in wanted)
+    return text
+
+
+def _identity(compiler: Sequence[str]) -> str:
+    """Hash of everything the library depends on."""
+    try:
+        version = subprocess.run(
+            [*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelsUnavailable(f"the C++ compiler {shlex.join(compiler)!r} does not run: {error}") from error
+    digest = hashlib.sha256(SOURCE.read_bytes())
+    for part in (*compiler, version, *FLAGS, *map(str, TUNING), _processor()):
+        digest.update(b"\0" + part.encode())
+    return digest.hexdigest()[:20]
+
+
+def cache_directory() -> Path:
+    """The directory of compiled libraries: made if need be, the user's own, and closed to others.
+
+    Raises:
+        KernelsUnavailable: it cannot be made or others could put libraries there.
+    """
+    chosen = os.environ.get("LIGHTNING_ONEBIT_CACHE")
+    if chosen:
+        candidates = [Path(chosen).expanduser()]
+    else:
+        base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+        # a home that cannot be written to is usual in containers; a private name in the temporary directory serves too
+        fallback = Path(tempfile.gettempdir()) / f"lightning_onebit-{os.getuid()}"
+        candidates = [Path(base).expanduser() / "lightning_onebit", fallback]
+    problems = []
+    for path in candidates:
+        try:
+            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            info = path.stat()
+        except OSError as error:
+            problems.append(f"{path}: {error.strerror}")
+            continue
+        if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            problems.append(f"{path}: others could write to it (chmod 700, or name another directory)")
+        elif not os.access(path, os.W_OK | os.X_OK):
+            problems.append(f"{path}: not writable")
+        else:
+            return path
+    raise KernelsUnavailable(f"no directory for the compiled library ({'; '.join(problems)}); set LIGHTNING_ONEBIT_CACHE to one")
+
+
+@contextlib.contextmanager
+def _one_builder(path: Path) -> Iterator[None]:
+    """Lets one process build while others wait; where locks do not work, or a builder hangs, duplicate work is harmless."""
+    import fcntl  # not on every platform; those without it have no C++ compiler of the kind needed either
+
+    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        deadline = time.monotonic() + COMPILE_SECONDS
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.05)
+            except OSError:
+                break  # a file system without locks
+        yield
+    finally:
+        os.close(handle)
+
+
+def _compile(compiler: Sequence[str], target: Path) -> None:
+    """Compiles to a temporary name and renames: a library that can be seen is whole."""
+    handle, name = tempfile.mkstemp(prefix=f".{target.stem}-", suffix=".so", dir=target.parent)
+    os.close(handle)
+    try:
+        said = ""
+        for tuning in TUNING:
+            command = [*compiler, *FLAGS, *tuning, "-o", name, str(SOURCE)]
+            try:
+                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+            except (OSError, subprocess.SubprocessError) as error:
+                raise KernelsUnavailable(f"{shlex.join(command)} failed: {error}") from error
+            if done.returncode == 0:
+                os.replace(name, target)
+                return
+            said = f"{shlex.join(command)} failed: {(done.stderr or done.stdout).strip()[-2000:]}"
+        raise KernelsUnavailable(said)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
+def build() -> Path:
+    """The compiled library, from the cache or built now.
+
+    Raises:
+        KernelsUnavailable: no compiler, no place to put it, or the compilation failed.
+    """
+    if os.name != "posix":
+        raise KernelsUnavailable(f"the compiled kernels need a POSIX system, this is {os.name!r}")
+    compiler = find_compiler()
+    directory = cache_directory()
+    target = directory / f"onebit_cpu-{_identity(compiler)}.so"
+    if not target.exists():
+        with _one_builder(target.with_suffix(".lock")):
+            if not target.exists():
+                log.info("compiling the cpu kernels into %s (once per machine)", directory)
+                _compile(compiler, target)
+    return target
+
+
+# ----- calling --------------------------------------------------------------------------------------------------------
+
+_INT, _LONG, _POINTER, _FLOAT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+_SPANS = (_LONG, _POINTER, _POINTER, _POINTER, _POINTER)  # count, first blocks, lengths, addresses, dtypes
+_PAYLOAD = (_POINTER, _LONG, _LONG)  # address, bytes from row to row, blocks of a row
+
+# The parameters after the first (threads, int) of each function of onebit_cpu.cpp.
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "gather": (_LONG, _LONG, *_SPANS, _POINTER),
+    "scatter": (_LONG, _LONG, *_SPANS, _POINTER),
+    "grad_stats": (_LONG, _POINTER, _POINTER, _POINTER, _POINTER),
+    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD),
+    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, _POINTER, _POINTER, _LONG, _FLOAT),
+    "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
+    "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
+}
+
+_NO_PAYLOAD = (None, 0, 1)
+_NO_SPANS = (0, None, None, None, None)
+
+
+def load(path: Path) -> ctypes.CDLL:
+    """Loads the library and declares its functions.
+
+    Raises:
+        KernelsUnavailable: the file is not a library that this processor and this version of the package can use.
+    """
+    try:
+        library = ctypes.CDLL(str(path))
+        if library.onebit_abi() != ABI:
+            raise KernelsUnavailable(f"{path} has another interface than this version of lightning_onebit; delete it")
+        for name, parameters in _SIGNATURES.items():
+            function = getattr(library, f"onebit_{name}")
+            function.argtypes, function.restype = (_INT, *parameters), None
+    except (OSError, AttributeError) as error:
+        raise KernelsUnavailable(f"{path} cannot be loaded: {error}; delete it to compile it again") from error
+    return library
+
+
+def _address(tensor: Tensor, name: str, numel: int, dtype: torch.dtype = torch.float32) -> int:
+    """Address of a tensor that C reads or writes as it lies in memory."""
+    if tensor.dtype != dtype or tensor.numel() != numel or not tensor.is_contiguous() or tensor.device.type != "cpu":
+        raise ValueError(
+            f"{name} must be {numel} contiguous elements of {dtype} on the cpu, got shape {tuple(tensor.shape)}, "
+            f"strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
+        )
+    return tensor.data_ptr()
+
+
+def _payload(packed: Packed, name: str, blocks: int, block_size: int) -> tuple[int, int, int]:
+    raw = packed.raw
+    if packed.blocks != blocks or packed.block_size != block_size or not packed.has_scales:
+        raise ValueError(
+            f"{name} must hold {blocks} blocks of {block_size} elements with scales, got {packed.blocks} of "
+            f"{packed.block_size}, has_scales={packed.has_scales}"
+        )
+    address, stride = raw.data_ptr(), raw.stride(0)
+    if raw.device.type != "cpu" or raw.stride(1) != 1 or address % 4 or stride % 4:
+        raise ValueError(f"{name}.raw must be rows of contiguous bytes on the cpu that begin at multiples of 4 bytes")
+    return address, stride, packed.blocks_per_row
+
+
+class _Layout:
+    """The tables of a bucket that C reads."""
+
+    def __init__(self, bucket: BlockMap) -> None:
+        self.numels = [span.numel for span in bucket.spans]
+        self._first_blocks = array("q", (span.block for span in bucket.spans))
+        self._lengths = array("q", self.numels)
+        self.tables = (self._first_blocks.buffer_info()[0], self._lengths.buffer_info()[0])
+        self.count = len(self.numels)
+
+
+class _SpanTable:
+    """Addresses of the tensors of a bucket's spans, for the duration of one call.
+
+    What C cannot read in place (another dtype, gaps in memory) is read, and written back, through an fp32 copy.
+    """
+
+    def __init__(self, layout: _Layout, spans: Spans, name: str, dtypes: dict[torch.dtype, int]) -> None:
+        if len(spans) != layout.count:
+            raise ValueError(f"{name} must have one entry per span, {layout.count}, got {len(spans)}")
+        addresses, codes = array("Q"), bytearray()
+        self.tensors: list[Tensor] = []
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        for tensor, numel in zip(spans, layout.numels, strict=True):
+            if tensor is None:
+                addresses.append(0)
+                codes.append(0)
+                continue
+            if tensor.numel() != numel or tensor.device.type != "cpu":
+                raise ValueError(
+                    f"{name}: a span of {numel} elements on the cpu got shape {tuple(tensor.shape)} on {tensor.device}"
+                )
+            self.tensors.append(tensor)
+            code = dtypes.get(tensor.dtype)
+            if code is None or not tensor.is_contiguous():
+                copy = tensor.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+                self._copies.append((tensor, copy))
+                tensor, code = copy, 0
+            addresses.append(tensor.data_ptr())
+            codes.append(code)
+        self._keep = (addresses, bytes(codes))
+        self.arguments = (layout.count, *layout.tables, addresses.buffer_info()[0], self._keep[1])
+
+    def written(self) -> None:
+        """Makes what C wrote visible: to the tensors that were copied, and to autograd's check of in-place changes."""
+        copied = {id(tensor) for tensor, _ in self._copies}
+        with torch.no_grad():
+            for tensor, copy in self._copies:
+                tensor.copy_(copy)
+        for tensor in self.tensors:
+            if id(tensor) not in copied and not tensor.is_inference():
+                torch.autograd.graph.increment_version(tensor)
+
+
+def _in_memory_order(tensor: Tensor) -> bool:
+    """Whether the elements fill one piece of memory, each once, in any stride order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+@dataclass(frozen=True)
+class _CheckMap:
+    """A block map without spans."""
+
+    block_size: int
+    lengths: Tensor
+    spans: tuple[SpanLike, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        return self.lengths.numel()
+
+    @property
+    def elements(self) -> int:
+        return self.blocks * self.block_size
+
+
+class CpuKernels:
+    """Compiled kernels; the semantics, argument by argument, are those of ``reference.ReferenceKernels``.
+
+    The work is shared out over ``torch.get_num_threads()`` threads, in pieces of whole blocks, so their number never changes a
+    bit. Python's global lock is not held meanwhile. Calls from several threads at once are allowed: one of them gets the
+    helper threads, the others work alone.
+
+    Raises:
+        KernelsUnavailable: no compiler, no place for the library, or a library that does not reproduce the reference.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._library = load(build())
+        self._layouts: dict[int, tuple[weakref.ref[BlockMap], _Layout]] = {}
+        self._check()
+
+    def _check(self) -> None:
+        """Compares with the reference once, because a compiler with other ideas of arithmetic would go unnoticed."""
+        size, generator = 2048, torch.Generator().manual_seed(1)
+        lengths = torch.tensor([size, size - 37, 0], dtype=torch.int32)
+        data = torch.randn(5, 3 * size, generator=generator)
+        bucket = _CheckMap(size, lengths)
+        results = []
+        for kernels in (ReferenceKernels(), self):
+            e, d = data[0].clone(), data[1].clone()
+            sent, reply = Packed.empty(1, 3, size), Packed.empty(1, 3, size)
+            factors = data[4, :3].abs()
+            kernels.compress(bucket, 0, 3, a=factors, m=data[2], b=factors, g=data[3], e=e, out=sent)
+            kernels.reduce(sent, lengths, d, reply, 1 / 3)
+            results.append((e, d, sent.raw, reply.raw))
+        if not all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*results, strict=True)):
+            raise KernelsUnavailable(
+                f"the library compiled with {shlex.join(find_compiler())!r} does not compute the reference's bits; "
+                "set CXX to another compiler"
+            )
+
+    def _layout(self, bucket: BlockMap) -> _Layout:
+        # by identity: hashing a bucket would hash all its spans at every call
+        key = id(bucket)
+        known = self._layouts.get(key)
+        if known is not None and known[0]() is bucket:
+            return known[1]
+        layout = _Layout(bucket)
+        self._layouts[key] = (weakref.ref(bucket, lambda _: self._layouts.pop(key, None)), layout)
+        return layout
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        getattr(self._library, f"onebit_{name}")(torch.get_num_threads(), *arguments)
+
+    def gather(self, bucket: BlockMap, spans: Spans, out: Tensor) -> None:
+        """Spans to flat fp32 with zero padding."""
+        target = _address(out, "out", bucket.elements)
+        table = _SpanTable(self._layout(bucket), spans, "spans", _DTYPES)
+        self._call("gather", bucket.block_size, bucket.blocks, *table.arguments, target)
+
+    def scatter(self, bucket: BlockMap, flat: Tensor, spans: Spans) -> None:
+        """Flat fp32 to spans, cast to their dtype."""
+        source = _address(flat, "flat", bucket.elements)
+        table = _SpanTable(self._layout(bucket), spans, "spans", _DTYPES)
+        self._call("scatter", bucket.block_size, bucket.blocks, *table.arguments, source)
+        table.written()
+
+    def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Sum of squares, in fp64, and the number of tensors with a non-finite value."""
+        numels, addresses, codes, keep = array("q"), array("Q"), bytearray(), []
+        others = []
+        for tensor in tensors:
+            code = _DTYPES.get(tensor.dtype)
+            if code is None:
+                others.append(tensor)
+                continue
+            if not _in_memory_order(tensor):
+                tensor = tensor.detach().contiguous()
+                keep.append(tensor)
+            numels.append(tensor.numel())
+            addresses.append(tensor.data_ptr())
+            codes.append(code)
+        result = torch.zeros(2, dtype=torch.float64)
+        where = (numels.buffer_info()[0], addresses.buffer_info()[0], bytes(codes), result.data_ptr())
+        self._call("grad_stats", len(numels), *where)
+        return result + ReferenceKernels().grad_stats(others) if others else result
+
+    def compress(
+        self,
+        bucket: BlockMap,
+        lo: int,
+        hi: int,
+        *,
+        a: Tensor | None,
+        m: Tensor | Packed | None,
+        b: Tensor | None,
+        g: Tensor | Spans | None,
+        e: Tensor,
+        out: Packed,
+    ) -> None:
+        """``y = ((a*m) + (b*g)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
+        size, blocks = bucket.block_size, hi - lo
+        elements = blocks * size
+        lengths = _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
+        flat_m, packed_m, factor_m, factor_g, flat_g, spans_g = None, _NO_PAYLOAD, None, None, None, _NO_SPANS
+        if m is not None:
+            if a is None:
+                raise ValueError("a must be given with m")
+            factor_m = _address(a, "a", blocks)
+            if isinstance(m, Packed):
+                packed_m = _payload(m, "m", blocks, size)
+            else:
+                flat_m = _address(m, "m", elements)
+        if g is not None:
+            if b is None:
+                raise ValueError("b must be given with g")
+            factor_g = _address(b, "b", blocks)
+            if isinstance(g, Tensor):
+                flat_g = _address(g, "g", elements)
+            else:
+                if blocks != bucket.blocks:
+                    raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
+                table = _SpanTable(self._layout(bucket), g, "g", _DTYPES)
+                spans_g = table.arguments
+        residual = _address(e, "e", elements)
+        self._call(
+            "compress",
+            *(size, blocks, lengths, factor_m, flat_m, *packed_m),
+            *(factor_g, flat_g, *spans_g, residual, *_payload(out, "out", blocks, size)),
+        )
+
+    def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
+        """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
+        size, blocks = received.block_size, received.blocks_per_row
+        if out.rows != 1:
+            raise ValueError(f"out must be one row, got {out.rows}")
+        address, stride, _ = _payload(out, "out", blocks, size)
+        self._call(
+            "reduce",
+            *(size, received.rows, *_payload(received, "received", received.rows * blocks, size)),
+            *(_address(lengths, "lengths", blocks, torch.int32), _address(d, "d", blocks * size), address, stride, inv_n),
+        )
+
+    def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
+        """Bits and scales to flat fp32, 0 on padding."""
+        size, blocks = packed.block_size, packed.blocks
+        where = (_address(lengths, "lengths", blocks, torch.int32), _address(out, "out", blocks * size))
+        self._call("unpack", size, blocks, *_payload(packed, "packed", blocks, size), *where)
+
+    def apply_adam(
+        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor, decay: Tensor, alpha: Tensor
+    ) -> None:
+        """``x = x*decay - (+-(alpha*s) * r)``."""
+        size, blocks = bucket.block_size, bucket.blocks
+        payload = _payload(packed, "packed", blocks, size)
+        state = (_address(r, "r", bucket.elements), _address(decay, "decay", blocks), _address(alpha, "alpha", blocks))
+        table = _SpanTable(self._layout(bucket), spans, "spans", {torch.float32: 0})
+        self._call("apply_adam", size, blocks, *table.arguments, *payload, *state)
+        table.written()
