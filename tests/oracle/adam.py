@@ -1,0 +1,118 @@
+"""1-bit Adam (arXiv 2102.02888, algorithm 1; docs/algorithms, section 4)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from oracle.blocks import Array, Exchange
+from oracle.common import (
+    Gradients,
+    average,
+    clip_factor,
+    finite,
+    flatten,
+    floored,
+    present,
+    squared_norm,
+    step_over,
+    zero_if_missing,
+)
+
+
+class Adam:
+    """n workers of 1-bit Adam.
+
+    Args:
+        x: initial weights, any shapes.
+        n: workers.
+        lr: learning rate; an attribute that a schedule may change between steps, like all others.
+        b1: decay of the first moment.
+        b2: decay of the second moment.
+        eps: added to the denominator.
+        wd: decoupled weight decay.
+        T_w: dense steps; None until ``freeze()``.
+        bias_correction: as torch.optim.AdamW, or none.
+        block_size: elements per block.
+        phi: denominator floor.
+        max_norm: clip the global norm.
+        compressed: per tensor, False for one that stays dense for ever (``compress=False``).
+        ranks_per_node: hierarchical exchange.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[Array],
+        n: int,
+        *,
+        lr: float = 1e-3,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-8,
+        wd: float = 0.0,
+        T_w: int | None = None,
+        bias_correction: bool = True,
+        block_size: int = 2048,
+        phi: float = 0.01,
+        max_norm: float | None = None,
+        compressed: Sequence[bool] | None = None,
+        ranks_per_node: int = 1,
+    ) -> None:
+        self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
+        self.n, self.lr, self.b1, self.b2, self.eps, self.wd = n, lr, b1, b2, eps, wd
+        self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
+        self.compressed = [True] * len(x) if compressed is None else list(compressed)
+        sizes = [a.size for a in self.x]
+        self.m = [np.zeros(size) for size in sizes]
+        self.v = [np.zeros(size) for size in sizes]
+        # t counts steps in which the tensor took part, k those in which its v was updated (as torch.optim.AdamW counts, per tensor)
+        self.t = [0] * len(x)
+        self.k = [0] * len(x)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
+        self.steps = self.skipped = 0
+        self.frozen = T_w == 0
+
+    def freeze(self) -> None:
+        """The next step is compressed."""
+        self.frozen = True
+
+    def step(self, g: Gradients) -> None:
+        """One step from the local gradients ``g[i][l]``."""
+        if not finite(g):  # any non-finite value anywhere: all skip, nothing changes
+            self.skipped += 1
+            return
+        g = flatten(g)
+        factor = clip_factor(self._norm(g), self.max_norm)
+        for l in range(len(self.x)):
+            if not present(g, l):  # no gradient on any worker: left alone
+                continue
+            self.t[l] += 1
+            local = [factor * a for a in zero_if_missing(g, l, self.x[l].size)]
+            if self.frozen and self.compressed[l]:
+                # m = exchange(b1 m + (1-b1) g_i)
+                self.m[l] = self.exchange(l, [self.b1 * self.m[l] + (1 - self.b1) * local[i] for i in range(self.n)])
+                vd = floored(self.v[l], self.phi)
+            else:
+                mean = np.mean(local, axis=0)  # g = mean_i g_i (dense)
+                self.m[l] = self.b1 * self.m[l] + (1 - self.b1) * mean  # m = b1 m + (1-b1) g
+                self.v[l] = self.b2 * self.v[l] + (1 - self.b2) * mean**2  # v = b2 v + (1-b2) g^2
+                self.k[l] += 1
+                vd = self.v[l]
+            mhat = self.m[l] / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.m[l]
+            # x -= lr*wd*x + lr * mhat/(sqrt(vhat)+eps)
+            update = step_over(mhat, vd, self.k[l], self.b2, self.eps, self.bias_correction)
+            self.x[l] = self.x[l] - self.lr * self.wd * self.x[l] - self.lr * update
+        self.steps += 1
+        if self.T_w is not None and self.steps >= self.T_w:
+            self.frozen = True
+
+    def _norm(self, g: Gradients) -> float:
+        """Norm of the averaged gradient in a dense step, ``G = sqrt((1/n) sum_i ||g_i||^2)`` where gradients are local."""
+        squares = 0.0
+        for l in range(len(self.x)):
+            if self.frozen and self.compressed[l]:
+                squares += sum(squared_norm([g[i][l]]) for i in range(self.n)) / self.n
+            elif present(g, l):
+                squares += squared_norm([average(g, l, self.x[l].size)])
+        return float(np.sqrt(squares))

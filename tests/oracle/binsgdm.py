@@ -1,0 +1,91 @@
+"""BinSGDM, published as Birder (NeurIPS 2023), as docs/algorithms, section 7, reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from oracle.blocks import Array, node_means
+from oracle.common import Gradients, finite, flatten, present, zero_if_missing
+
+#: ``uniform(t, i, l)``: the draws in (-1, 1) of step t for all elements of tensor l; i is the worker, or "server"
+Uniform = Callable[[int, "int | str", int], Array]
+
+
+def Q(y: Array, U: Array) -> Array:
+    """+1 with probability (1+y)/2, else -1: +1 where y > U, U uniform in (-1, 1)."""
+    return np.where(y > U, 1.0, -1.0)
+
+
+class BinSGDM:
+    """n workers of BinSGDM.
+
+    Args:
+        x: initial weights, any shapes.
+        n: workers.
+        uniform: where the draws come from, so that the library's counter-based hash can be injected.
+        lr: learning rate.
+        b: the one decay of both averages.
+        wd: decoupled weight decay; acts on every coordinate, moved or not.
+        server: ``"random"`` (the paper), ``"mean"`` (vote counts) or ``"majority"`` (a tie counts as +1).
+        ranks_per_node: hierarchical exchange: gradients are averaged within nodes, the workers are the nodes.
+
+    Attributes:
+        seen: which coordinates have ever had a gradient anywhere, as of the last merge.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[Array],
+        n: int,
+        *,
+        uniform: Uniform,
+        lr: float = 1e-3,
+        b: float = 0.9,
+        wd: float = 0.0,
+        server: str = "random",
+        ranks_per_node: int = 1,
+    ) -> None:
+        self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
+        self.uniform, self.lr, self.b, self.wd, self.server = uniform, lr, b, wd, server
+        self.ranks_per_node = ranks_per_node
+        self.n = n // ranks_per_node
+        sizes = [a.size for a in self.x]
+        self.m = [[np.zeros(size) for size in sizes] for _ in range(self.n)]
+        self.a = [[np.zeros(size) for size in sizes] for _ in range(self.n)]
+        self.seen = [np.zeros(size, dtype=bool) for size in sizes]
+        self.steps = self.skipped = 0
+
+    def step(self, g: Gradients) -> None:
+        """One step from the local gradients ``g[i][l]``."""
+        if not finite(g):
+            self.skipped += 1
+            return
+        g = flatten(g)
+        self.steps += 1
+        t = self.steps
+        for l in range(len(self.x)):
+            if present(g, l):
+                self._step(t, l, node_means(zero_if_missing(g, l, self.x[l].size), self.ranks_per_node))
+
+    def _step(self, t: int, l: int, g: Sequence[Array]) -> None:
+        votes = []
+        for i in range(self.n):
+            self.m[i][l] = self.b * self.m[i][l] + (1 - self.b) * g[i]  # m_i = b m_i + (1-b) g_i
+            self.a[i][l] = self.b * self.a[i][l] + (1 - self.b) * np.abs(g[i])  # a_i = b a_i + (1-b)|g_i|
+            m, a = self.m[i][l], self.a[i][l]
+            y = np.divide(m, a, out=np.zeros_like(m), where=a != 0)  # 0/0 counts as 0
+            votes.append(Q(y, self.uniform(t, i, l)))  # u_i = Q(m_i/a_i)
+        if t & (t - 1) == 0:  # t = 1, 2, 4, 8, ...: the bitmap is merged over the ranks
+            for i in range(self.n):
+                self.seen[l] |= self.a[i][l] != 0
+        mean = np.mean(votes, axis=0)
+        if self.server == "random":
+            ubar = Q(mean, self.uniform(t, "server", l))  # ubar = Q((1/n) sum_i u_i), drawn once
+        elif self.server == "mean":
+            ubar = mean
+        else:
+            ubar = np.where(mean >= 0, 1.0, -1.0)
+        # x -= lr*wd*x + lr*ubar, and ubar counts only where some worker has ever had a gradient
+        self.x[l] = self.x[l] - self.lr * self.wd * self.x[l] - self.lr * np.where(self.seen[l], ubar, 0.0)

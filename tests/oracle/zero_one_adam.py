@@ -1,0 +1,209 @@
+"""0/1 Adam (arXiv 2202.06009, algorithm 1; docs/algorithms, section 6)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from oracle.blocks import Array, Exchange, node_means
+from oracle.common import Gradients, finite, flatten, floored, present, step_over, zero_if_missing
+
+
+class VariancePolicy:
+    """``T_v``: the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``; the first refresh is at t = 1."""
+
+    def __init__(self, var_freeze_step: int, scaler: int = 16) -> None:
+        self.var_freeze_step, self.scaler = var_freeze_step, scaler
+        self.j, self.next = 0, 1
+
+    def __call__(self, t: int) -> bool:
+        """Whether step t refreshes v; asked once for every t = 1, 2, ... in turn."""
+        if t > self.var_freeze_step or t != self.next:
+            return False
+        self.next = t + 2 ** (self.j // self.scaler)
+        self.j += 1
+        return True
+
+
+class SyncPolicy:
+    """``T_u``: every step up to ``var_freeze_step``, then when ``gap(t)`` or more steps have passed since the last, this one included.
+
+    Args:
+        var_freeze_step: last step at which v may be refreshed.
+        scaler: ``interval``: ``gap(t) = min(clipper, 2^floor((t - var_freeze_step - 1)/scaler))``.
+        clipper: largest gap.
+        policy: ``"interval"``, or ``"learning_rate"``: the gap doubles each time lr has halved since the freeze.
+    """
+
+    def __init__(self, var_freeze_step: int, scaler: int = 32768, clipper: int = 16, policy: str = "interval") -> None:
+        self.var_freeze_step, self.scaler, self.clipper, self.policy = var_freeze_step, scaler, clipper, policy
+        self.last = 0
+        self.lr_at_freeze: float | None = None
+
+    def gap(self, t: int, lr: float) -> int:
+        """``gap(t)``."""
+        if t <= self.var_freeze_step:
+            return 1
+        if self.policy == "interval":
+            return min(self.clipper, 2 ** ((t - self.var_freeze_step - 1) // self.scaler))
+        if lr <= 0 or not self.lr_at_freeze:
+            return self.clipper if self.lr_at_freeze else 1
+        return min(self.clipper, 2 ** max(0, math.floor(math.log2(self.lr_at_freeze / lr) + 1e-9)))
+
+    def __call__(self, t: int, lr: float) -> bool:
+        """Whether step t synchronises; asked once for every t = 1, 2, ... in turn."""
+        if t <= self.var_freeze_step or self.lr_at_freeze is None:
+            self.lr_at_freeze = lr
+        if t - self.last >= self.gap(t, lr):
+            self.last = t
+            return True
+        return False
+
+
+class ZeroOneAdam:
+    """n workers of 0/1 Adam; arguments as ``oracle.adam.Adam`` and the two policies.
+
+    Local steps talk to nobody, so there a missing gradient counts as zero even if it is missing everywhere. Clipping is not modelled.
+
+    Attributes:
+        xs: weights of each worker, ``xs[i][l]`` (equal after every synchronisation).
+        ms: first moments of each worker.
+        anchor: weights at the last synchronisation, decayed since.
+        u: what each worker has accumulated since.
+        S: sum of ``lr_t`` since, per tensor.
+    """
+
+    def __init__(
+        self,
+        x: Sequence[Array],
+        n: int,
+        *,
+        lr: float = 1e-3,
+        b1: float = 0.9,
+        b2: float = 0.999,
+        eps: float = 1e-8,
+        wd: float = 0.0,
+        var_freeze_step: int = 100,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32768,
+        local_step_clipper: int = 16,
+        local_step_policy: str = "interval",
+        bias_correction: bool = True,
+        block_size: int = 2048,
+        phi: float = 0.01,
+        ranks_per_node: int = 1,
+    ) -> None:
+        start = [np.array(a, dtype=np.float64).ravel() for a in x]
+        sizes = [a.size for a in start]
+        self.n, self.lr, self.b1, self.b2, self.eps, self.wd = n, lr, b1, b2, eps, wd
+        self.var_freeze_step, self.bias_correction, self.phi = var_freeze_step, bias_correction, phi
+        self.ranks_per_node = ranks_per_node
+        self.T_v = VariancePolicy(var_freeze_step, var_update_scaler)
+        self.T_u = SyncPolicy(var_freeze_step, local_step_scaler, local_step_clipper, local_step_policy)
+        self.xs = [[a.copy() for a in start] for _ in range(n)]
+        self.ms = [[np.zeros(size) for size in sizes] for _ in range(n)]
+        self.v = [np.zeros(size) for size in sizes]
+        self.anchor = [a.copy() for a in start]
+        self.u = [[np.zeros(size) for size in sizes] for _ in range(n)]
+        self.S = [0.0] * len(sizes)
+        self.t = [0] * len(sizes)
+        self.k = [0] * len(sizes)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
+        self.steps = self.skipped = 0
+        self.compressed_once = False
+        self.kinds: list[str] = []  # what each step was: "refresh", "dense", "compressed", "sync" or "local"
+
+    @property
+    def x(self) -> list[Array]:
+        """Weights of worker 0."""
+        return self.xs[0]
+
+    @property
+    def m(self) -> list[Array]:
+        """First moments of worker 0."""
+        return self.ms[0]
+
+    def step(self, g: Gradients) -> None:
+        """One step from the local gradients ``g[i][l]``."""
+        if not finite(g):
+            self.skipped += 1
+            return
+        g = flatten(g)
+        self.steps += 1
+        refresh = self.T_v(self.steps)
+        sync = self.T_u(self.steps, self.lr)
+        local_stage = self.steps > self.var_freeze_step
+        if refresh:
+            kind = "refresh"
+        elif local_stage:
+            kind = "sync" if sync else "local"
+        else:
+            kind = "compressed"
+        # lr (or the sum of it) is 0 where a synchronisation is due: a dense round that does not touch v
+        if (kind == "compressed" and self.lr == 0) or (kind == "sync" and self.lr == 0 and not any(self.S)):
+            kind = "dense"
+        if kind in ("compressed", "sync"):
+            self.compressed_once = True
+        self.kinds.append(kind)
+        for l in range(len(self.v)):
+            if local_stage or present(g, l):
+                self.t[l] += 1
+                getattr(self, "_" + kind)(l, zero_if_missing(g, l, self.v[l].size))
+
+    def _lr_t(self, l: int) -> float:
+        return self.lr / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.lr  # lr_t = lr/(1-b1^t)
+
+    def _over_denominator(self, l: int, update: Array) -> Array:
+        # from the first compressed step on every denominator is floored, that of a refresh too: m holds noise then
+        vd = floored(self.v[l], self.phi) if self.compressed_once else self.v[l]
+        return step_over(update, vd, self.k[l], self.b2, self.eps, self.bias_correction)
+
+    def _set_all(self, l: int, m: Array, x: Array) -> None:
+        for i in range(self.n):
+            self.ms[i][l], self.xs[i][l] = m.copy(), x.copy()
+        self.anchor[l] = x.copy()
+
+    def _refresh(self, l: int, g: Sequence[Array]) -> None:
+        x, mean = self.xs[0][l], np.mean(g, axis=0)  # g = mean_i g_i (dense)
+        m = self.b1 * self.ms[0][l] + (1 - self.b1) * mean  # m = b1 m + (1-b1) g
+        self.v[l] = self.b2 * self.v[l] + (1 - self.b2) * mean**2  # v = b2 v + (1-b2) g^2
+        self.k[l] += 1
+        # x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
+        self._set_all(l, m, x - self.lr * self.wd * x - self._over_denominator(l, self._lr_t(l) * m))
+
+    def _dense(self, l: int, g: Sequence[Array]) -> None:
+        # lr is 0: x and anchor stay, m becomes the mean of all workers' m
+        m = np.mean([self.b1 * self.ms[i][l] + (1 - self.b1) * g[i] for i in range(self.n)], axis=0)
+        self._set_all(l, m, self.anchor[l])
+
+    def _compressed(self, l: int, g: Sequence[Array]) -> None:
+        x, lr_t = self.xs[0][l], self._lr_t(l)
+        # ubar = exchange(lr_t*(b1 m + (1-b1) g_i))
+        ubar = self.exchange(l, [lr_t * (self.b1 * self.ms[i][l] + (1 - self.b1) * g[i]) for i in range(self.n)])
+        # m = ubar/lr_t ; x -= lr*wd*x + ubar/(sqrt(vhat)+eps)
+        self._set_all(l, ubar / lr_t, x - self.lr * self.wd * x - self._over_denominator(l, ubar))
+
+    def _local(self, l: int, g: Sequence[Array]) -> None:
+        lr_t = self._lr_t(l)
+        if self.ranks_per_node > 1:  # the workers of a hierarchical exchange are the nodes
+            means = node_means(g, self.ranks_per_node)
+            g = [means[i // self.ranks_per_node] for i in range(self.n)]
+        for i in range(self.n):
+            self.ms[i][l] = self.b1 * self.ms[i][l] + (1 - self.b1) * g[i]  # m_i = b1 m_i + (1-b1) g_i
+            self.u[i][l] = self.u[i][l] + lr_t * self.ms[i][l]  # u_i += lr_t*m_i
+            # x_i -= lr*wd*x_i + lr_t*m_i/(sqrt(vhat)+eps)
+            x = self.xs[i][l]
+            self.xs[i][l] = x - self.lr * self.wd * x - self._over_denominator(l, lr_t * self.ms[i][l])
+        self.S[l] += lr_t  # S += lr_t
+        self.anchor[l] = self.anchor[l] - self.lr * self.wd * self.anchor[l]  # anchor -= lr*wd*anchor
+
+    def _sync(self, l: int, g: Sequence[Array]) -> None:
+        self._local(l, g)
+        ubar = self.exchange(l, [self.u[i][l] for i in range(self.n)])  # ubar = exchange(u_i)
+        # m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u = 0 ; S = 0
+        self._set_all(l, ubar / self.S[l], self.anchor[l] - self._over_denominator(l, ubar))
+        for i in range(self.n):
+            self.u[i][l] = np.zeros_like(self.u[i][l])
+        self.S[l] = 0.0
