@@ -68,7 +68,7 @@ class LearningRateWatch:
         """Notes the learning rates that step number ``step`` (counted from 1) was made with."""
         # A param group added since has no earlier value to have risen from: zip leaves it out.
         if any(new > old for new, old in zip(learning_rates, self.learning_rates, strict=False)):
-            self.longest_gap = max(self.longest_gap, step - self.last_rise)
+            self.longest_gap = max(self.longest_gap, step - max(self.last_rise, 1))
             self.last_rise = step
         self.learning_rates = list(learning_rates)
 

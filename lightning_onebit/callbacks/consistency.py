@@ -1,0 +1,140 @@
+"""``ReplicaConsistency``: are the weights still bit for bit the same on all ranks?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.callbacks._common import check_count, check_number, check_trainer
+from lightning_onebit.comm import ByteLedger, Topology, Transport, handshake
+
+# Elements hashed at once: the 64-bit temporaries stay at a few megabytes, whatever the size of the parameter.
+CHUNK = 1 << 20
+_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class ReplicaMismatch(RuntimeError):
+    """The ranks' replicas of the model differ; the message names the first parameter that does."""
+
+
+@torch.no_grad()
+def fingerprint(tensor: Tensor) -> Tensor:
+    """A 64-bit hash of a tensor's bits: ``sum_j (bits_j + 1) * w_j mod 2^64`` with pseudo-random odd weights ``w_j``.
+
+    Integer sums do not depend on their order, so equal bits give equal hashes on every device and with any number of
+    threads. One changed element always changes the hash (``w_j`` is odd); several go unnoticed with probability 2^-63.
+
+    Args:
+        tensor: any shape, dtype and strides; elements are taken in logical order.
+
+    Returns:
+        int64, 0-d, on the tensor's device.
+    """
+    flat = tensor.detach().contiguous().view(-1)
+    if flat.is_complex():
+        flat = torch.view_as_real(flat).view(-1)
+    bits = flat.view(_WORDS[flat.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=flat.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].to(torch.int64)
+        weights = torch.arange(start + 1, start + 1 + part.numel(), device=flat.device) * _GOLDEN
+        weights = (weights ^ (weights >> 29)) * _GOLDEN | 1
+        total += ((part + 1) * weights).sum()
+    return total
+
+
+class ReplicaConsistencyMixin:
+    """Compares the weights of all ranks bit for bit and stops a run whose replicas have drifted apart.
+
+    Every rank hashes every parameter (a pass over memory) and all of them exchange the hashes (8 bytes per parameter).
+    The first check comes before the first step, the last one when training ends. Local steps of 0/1 Adam let replicas
+    differ on purpose: a check that falls between two synchronisations waits for the next one. Works with any strategy
+    of this package, whichever optimizers train the model.
+
+    Args:
+        every_n_steps: optimizer steps between two checks (all optimizers counted together, like ``trainer.global_step``).
+        timeout: seconds to wait for the other ranks' hashes.
+
+    Raises:
+        TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
+        ValueError: an option is out of range.
+        ReplicaMismatch: (while training, on every rank) naming the first parameter that differs and where.
+        PlanMismatch: (when training starts, on every rank) the ranks' parameters have different names, shapes or dtypes.
+        CollectiveTimeout: (while training) a rank did not send its hashes in time.
+
+    Example:
+        >>> Trainer(strategy="onebit_adam", callbacks=[ReplicaConsistency(every_n_steps=500)])
+    """
+
+    def __init__(self, every_n_steps: int = 1000, *, timeout: float = 600.0) -> None:
+        super().__init__()
+        check_count("every_n_steps", every_n_steps)
+        check_number("timeout", timeout, 0, 1e9, "give seconds")
+        self.every_n_steps = every_n_steps
+        self.timeout = timeout
+        self._transport: Transport | None = None
+        self._checked_at = 0
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses a Trainer of the other Lightning tree and strategies whose ranks do not hold replicas."""
+        if stage == "fit":
+            check_trainer(self, trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Compares names, shapes and dtypes, then the initial weights."""
+        bound = timedelta(seconds=self.timeout)
+        self._transport = Transport(Topology.create(), ByteLedger(), bound, name="ReplicaConsistency")
+        parameters = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in pl_module.named_parameters()]
+        handshake(self._transport, parameters, pl_module.device, "parameters")
+        self._check(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Checks when enough steps have been made."""
+        if trainer.global_step - self._checked_at >= self.every_n_steps and not _between_synchronisations(trainer):
+            self._check(trainer, pl_module)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Checks the weights that training ends with."""
+        if trainer.global_step > self._checked_at and not _between_synchronisations(trainer):
+            self._check(trainer, pl_module)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Lets go of the process group."""
+        self._transport = None
+
+    def _check(self, trainer: Any, pl_module: Any) -> None:
+        assert self._transport is not None  # on_train_start came first
+        step = self._checked_at = trainer.global_step
+        self._transport.step = step
+        names, parameters = zip(*pl_module.named_parameters(), strict=True)
+        device = self._transport.device(pl_module.device)
+        mine = torch.stack([fingerprint(p).to(device) for p in parameters])
+        rows = torch.empty((self._transport.size, len(names)), dtype=torch.int64, device=device)
+        group = self._transport.topology.group
+        self._transport.all_gather(rows, mine, group, what="hashes of the parameters", link=None).wait()
+        _compare(names, rows.cpu(), step)
+
+
+def _compare(names: Sequence[str], rows: Tensor, step: int) -> None:
+    differs = rows != rows[:1]
+    wrong = differs.any(dim=0).nonzero().flatten().tolist()
+    if wrong:
+        ranks = differs[:, wrong[0]].nonzero().flatten().tolist()
+        raise ReplicaMismatch(
+            f"the replicas differ after step {step}: parameter {names[wrong[0]]!r} is the first of {len(wrong)} (of "
+            f"{len(names)}) that do, on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} against rank 0. "
+            "Something changes the weights of one rank alone (a callback, a hook, in-place surgery, failing memory): "
+            "lower `every_n_steps` to find the step, and continue from a checkpoint made before it."
+        )
+
+
+def _between_synchronisations(trainer: Any) -> bool:
+    return any(
+        optimizer.phase.name == "LOCAL" and optimizer.ledger.last is not None and not optimizer.ledger.last.bytes_sent
+        for optimizer in trainer.strategy.onebit_optimizers
+    )

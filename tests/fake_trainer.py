@@ -1,0 +1,57 @@
+"""Just enough of a Trainer to drive a callback around real optimizers in one process."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from lightning_onebit.optim import OnebitAdam
+
+
+class FakeStrategy:
+    def __init__(self, optimizers: list[Any]) -> None:
+        self.onebit_optimizers = optimizers
+        self.broadcasts = 0
+
+    def broadcast(self, value: Any, src: int = 0) -> Any:
+        self.broadcasts += 1
+        return value
+
+
+class FakeTrainer:
+    """Counts and estimates like Lightning's."""
+
+    def __init__(self, optimizers: list[Any], planned: float = 100, callbacks: list[Any] | None = None) -> None:
+        self.strategy: Any = FakeStrategy(optimizers)
+        self.callbacks = callbacks or []
+        self.estimated_stepping_batches = planned
+        self.max_epochs, self.max_steps = 1, -1
+        self.world_size = 2
+        self.progress_bar_callback = None
+        self.is_last_batch = False
+        self.is_global_zero = True
+        self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
+
+    def start(self, callback: Any, module: Any = None) -> None:
+        if callback not in self.callbacks:
+            self.callbacks.append(callback)
+        callback.setup(self, module, "fit")
+        callback.on_fit_start(self, module)
+        callback.on_train_start(self, module)
+
+    def step(self, scale: float = 1.0, only: Any = None) -> None:
+        """One batch: every optimizer (or ``only`` one) steps on fresh random gradients."""
+        for optimizer in self.strategy.onebit_optimizers if only is None else [only]:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.randn_like(p) * scale
+            optimizer.step()
+        self.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+def onebit_adam(**options: Any) -> OnebitAdam:
+    """A small OnebitAdam that compresses though it is alone."""
+    parameters = [torch.nn.Parameter(torch.randn(33, 5)), torch.nn.Parameter(torch.randn(7))]
+    return OnebitAdam(parameters, **{"force_compression": True, "block_size": 32, "kernels": "reference", **options})
