@@ -33,6 +33,9 @@ class _DenseBucket:
             self.views.append(self.flat.as_strided(p.shape, p.stride(), start))
             start += p.numel()
 
+    def release(self) -> None:
+        self.flat, self.views = None, []
+
     @property
     def slots(self) -> Tensor:
         """Presence slots: after the sum over ranks, positive where any rank has a gradient."""
@@ -58,16 +61,25 @@ class Reducer:
         overlap: False launches everything in ``finish()`` (for models that run backward hooks of a parameter more than
             once,
             such as re-entrant activation checkpointing).
+        lanes: a number per parameter; ``select()`` says which lanes take part. Buckets never mix lanes.
     """
 
     def __init__(
-        self, params: Sequence[torch.nn.Parameter], transport: Transport, bucket_bytes: int, overlap: bool = True
+        self,
+        params: Sequence[torch.nn.Parameter],
+        transport: Transport,
+        bucket_bytes: int,
+        overlap: bool = True,
+        lanes: Sequence[int] | None = None,
     ) -> None:
         self.params = list(params)
         self.transport = transport
         self.overlap = overlap
-        self._buckets = self._plan(bucket_bytes)
-        self._place = {i: (b, k) for b in self._buckets for k, i in enumerate(b.indices)}
+        self._lanes = list(lanes) if lanes is not None else [0] * len(self.params)
+        self._all_buckets = self._plan(bucket_bytes)
+        self._place = {i: (b, k) for b in self._all_buckets for k, i in enumerate(b.indices)}
+        self._buckets = self._all_buckets
+        self._selected = set(self._lanes)
         self._armed = False
         self._next = 0
         # whether a gradient has arrived that the last finish() did not average
@@ -86,7 +98,7 @@ class Reducer:
             if p.numel() == 0:
                 continue
             nbytes = p.numel() * p.element_size()
-            mixed = current and (self.params[current[0]].dtype, self.params[current[0]].device) != (p.dtype, p.device)
+            mixed = current and self._kind(current[0]) != self._kind(i)
             if current and (mixed or size + nbytes > bucket_bytes):
                 buckets.append(_DenseBucket(self.params, current))
                 current, size = [], 0
@@ -95,6 +107,25 @@ class Reducer:
         if current:
             buckets.append(_DenseBucket(self.params, current))
         return buckets
+
+    def _kind(self, index: int) -> tuple[object, ...]:
+        p = self.params[index]
+        return p.dtype, p.device, self._lanes[index]
+
+    def select(self, lanes: set[int]) -> None:
+        """Restricts the following rounds to some lanes, alike on all ranks; the others' buffers are given up."""
+        if lanes == self._selected:
+            return
+        self._drain()
+        self._selected = set(lanes)
+        self._buckets = [b for b in self._all_buckets if self._lanes[b.indices[0]] in lanes]
+        for bucket in self._all_buckets:
+            if bucket not in self._buckets:
+                bucket.release()
+
+    def takes_part(self, index: int) -> bool:
+        """Whether a parameter's lane is selected."""
+        return self._lanes[index] in self._selected
 
     @property
     def wire_bytes(self) -> int:
@@ -109,11 +140,12 @@ class Reducer:
     def _hook(self, index: int):  # type: ignore[no-untyped-def]
         def hook(param: torch.nn.Parameter) -> None:
             self.stale = True
-            if not (self._armed and self.overlap and param.numel()):
+            if not (self._armed and self.overlap and param.numel() and self.takes_part(index)):
                 return
-            bucket, _ = self._place[index]
+            bucket, k = self._place[index]
             if self._ready[index]:
-                if bucket.pending is not None:
+                in_place = param.grad is not None and param.grad.data_ptr() == bucket.views[k].data_ptr()
+                if bucket.pending is not None or in_place:
                     raise RuntimeError(
                         f"parameter {index} of shape {tuple(param.shape)} received a gradient twice in one backward, after its bucket "
                         "was sent (re-entrant activation checkpointing does that); use use_reentrant=False, or overlap_dense=False"
@@ -155,7 +187,7 @@ class Reducer:
         """Launches what is missing, waits for all, and makes ``.grad`` the average.
 
         Returns:
-            Per parameter, whether any rank had a gradient (alike on all ranks).
+            Per parameter, whether any rank had a gradient (alike on all ranks; False in lanes that are not selected).
         """
         for bucket in self._buckets:
             for i in bucket.indices:
@@ -175,7 +207,7 @@ class Reducer:
                 present[i] = here[k] or anywhere[k]
                 self.params[i].grad = bucket.views[k] if present[i] else None
         for i, p in enumerate(self.params):
-            if p.numel() == 0:
+            if p.numel() == 0 and self.takes_part(i):
                 present[i] = p.grad is not None
         self._reset()
         self.stale = False
@@ -215,5 +247,5 @@ class Reducer:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        for bucket in self._buckets:
-            bucket.flat, bucket.views = None, []
+        for bucket in self._all_buckets:
+            bucket.release()

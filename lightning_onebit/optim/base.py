@@ -40,6 +40,8 @@ from lightning_onebit.optim.options import CommonOptions, check_betas, check_fla
 log = logging.getLogger("lightning_onebit")
 
 STATE_VERSION = 1
+# lanes of the dense reducer: parameters in the block plan, and those of compress=False groups
+_PLAN_LANE, _DENSE_LANE = 0, 1
 # options that torch.optim.Adam(W) keeps in its groups and that mean nothing here
 _TORCH_ADAM_OPTIONS = {
     "amsgrad",
@@ -108,6 +110,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._transport: Transport | None = None
         self._exchange: Exchange | None = None
         self._reducer: Reducer | None = None
+        self._reduced_at: dict[int, int] = {}
         self._names: Mapping[Tensor, str] = {}
         self._timeout = timedelta(seconds=options.timeout)
         self._overlap_dense = True
@@ -131,6 +134,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._verdict: Control | None = None
         self._active: list[bool] = []
         self._grad_scale = 1.0
+        # whether the running step is dense; decided once, since a schedule may change lr between backward and step
+        self._decision: bool | None = None
         self._protected: dict[int, _Protected] = {}
 
     # ----- what users see ---------------------------------------------------------------------------------------------
@@ -148,7 +153,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
     @property
     def next_step_is_dense(self) -> bool:
         """Whether the next ``step()`` works on densely averaged gradients."""
-        return self._phase is Phase.WARMUP or not self.compresses
+        # looking must not decide: a rank that looks before a schedule changes lr would take another path than the others
+        return not self.compresses or self._wants_dense() if self._decision is None else self._decision
 
     @property
     def steps(self) -> int:
@@ -259,7 +265,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """
         self._prepare()
         self._present = self._verdict = None
+        self._decision = self.next_step_is_dense
         if self._reducer is not None and sync and any(p.requires_grad for p in self._reducer.params):
+            self._select_lanes()
             self._reducer.arm()
 
     @torch.no_grad()
@@ -271,8 +279,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         gradients before the step.
         """
         self._prepare()
+        self._decision = self.next_step_is_dense
         if self._reducer is None or (self._present is not None and not self._reducer.stale):
             return
+        self._select_lanes()
         self._present = self._reducer.finish()
 
     @torch.no_grad()
@@ -359,7 +369,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
-        dense = self.next_step_is_dense
+        dense = self._decision = self.next_step_is_dense
         self.sync_gradients()
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
         already_clipped = self._verdict is not None
@@ -380,7 +390,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         return loss
 
     def _close_step(self, dense: bool, *, skipped: bool) -> None:
-        self._present = self._verdict = None
+        self._present = self._verdict = self._decision = None
         ranks = self._ranks().size
         wire = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
         self.ledger.close_step(
@@ -414,10 +424,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         averaged = self._reducer.finite() if self._reducer is not None else torch.tensor(True)
         if self._present is not None:
             assert self._reducer is not None
-            for i, anywhere in zip(self._reduced(), self._present, strict=True):
-                present[i] = anywhere
+            for i in self._averaged():
+                present[i] = self._present[self._reduced_at[i]]
         local = [i for i in self._known() if params[i].grad is not None]
-        shared = set(self._reduced()) if self._reducer is not None else set()
+        shared = set(self._averaged()) if self._reducer is not None else set()
         own = [params[i].grad for i in local if i not in shared]
         common = [params[i].grad for i in local if i in shared]
         squares, bad = self._kernels.grad_stats([g for g in own if g is not None]).tolist() if own else (0.0, 0)
@@ -443,7 +453,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             return
         averaged = [
             g
-            for i in (self._known() if self.next_step_is_dense else self._dense)
+            for i in self._averaged()
             if (g := self._params[i].grad) is not None
         ]
         if averaged:
@@ -578,18 +588,34 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     # ----- books ------------------------------------------------------------------------------------------------------
 
+    def _wants_dense(self) -> bool:
+        """Whether the algorithm's schedule makes the next step dense."""
+        return self._phase is Phase.WARMUP
+
     def _freeze_now(self) -> None:
         self._phase = Phase.COMPRESSED
+        self._decision = None
         if self.compresses and self._plan is not None:
             self._start_compression()
 
     def _start_compression(self) -> None:
         """Turns the warm-up's state into that of the compressed stage."""
         self._enter_compressed()
-        self._momentum = [bucket.slice(self._flat["m"]) for bucket in self._buckets()] if "m" in self._flat else []
-        self._flat.pop("m", None)
+        self._hold_momentum_by_bucket()
         self._allocate_residuals()
         self._renew_reducer()
+
+    def _hold_momentum_by_bucket(self) -> None:
+        """Hands the momentum arena over to the buckets, each of which replaces its part by bits after its exchange."""
+        m = self._flat.pop("m", None)
+        if m is not None:
+            self._momentum = [bucket.slice(m) for bucket in self._buckets()]
+
+    def _hold_momentum_flat(self) -> None:
+        """Takes the momentum back into an fp32 arena."""
+        if "m" not in self._flat:
+            self._flat["m"] = self._momentum_flat()
+            self._momentum = []
 
     def _allocate_residuals(self) -> None:
         ranks, elements = self._ranks(), self._known_plan().elements
@@ -616,9 +642,14 @@ class OnebitOptimizer(torch.optim.Optimizer):
     def _known(self) -> list[int]:
         return sorted((*self._slots, *self._dense))
 
-    def _reduced(self) -> list[int]:
-        """Parameter indices that the dense reducer averages, in its order."""
+    def _averaged(self) -> list[int]:
+        """Parameters whose gradients this step averages densely."""
         return self._known() if self.next_step_is_dense else list(self._dense)
+
+    def _select_lanes(self) -> None:
+        """Tells the reducer what to average in this step: everything, or ``compress=False`` groups only."""
+        if self._reducer is not None:
+            self._reducer.select({_PLAN_LANE, _DENSE_LANE} if self.next_step_is_dense else {_DENSE_LANE})
 
     def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
         members: dict[int, list[int]] = {}
@@ -818,7 +849,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         if self._reducer is not None:
             self._reducer.close()
             self._reducer = None
-        indices = self._reduced()
+        indices = self._known() if self._may_be_dense() else list(self._dense)
+        self._reduced_at = {i: k for k, i in enumerate(indices)}
         if self._ranks().size > 1 and indices:
             assert self._transport is not None
             self._reducer = Reducer(
@@ -826,7 +858,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 self._transport,
                 int(self.options.bucket_mb * 2**20),
                 overlap=self._overlap_dense,
+                lanes=[_PLAN_LANE if i in self._slot_of else _DENSE_LANE for i in indices],
             )
+
+    def _may_be_dense(self) -> bool:
+        """Whether this or a later step may average the plan's gradients densely."""
+        return self._phase is Phase.WARMUP
 
     def _description(self) -> list[str]:
         """The plan in words: what all ranks must agree on."""

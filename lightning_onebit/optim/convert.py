@@ -1,0 +1,139 @@
+"""A plain Adam becomes a compressed one: same parameters, same hyperparameters, and the LR schedulers follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LRScheduler
+
+from lightning_onebit.optim.base import OnebitOptimizer
+
+# Options of torch's Adam that change what is computed and that no compressed optimizer has.
+_UNSUPPORTED = {
+    "amsgrad": "the maximum of second moments cannot be frozen; leave it False",
+    "maximize": "minimise the negative of your objective instead",
+    "differentiable": "an exchange with other ranks cannot be differentiated; leave it False",
+    "capturable": "a step with collectives is not captured in a CUDA graph; leave it False",
+}
+# Options that only choose among torch's implementations of the same rule, and how Adam writes "this is AdamW".
+_IRRELEVANT = ("foreach", "fused", "decoupled_weight_decay")
+_HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+    "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+    "_optimizer_load_state_dict_post_hooks",
+)
+
+
+def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why a ``torch.optim.Adam`` or ``AdamW`` cannot be converted (option, value and remedy), or None if it can."""
+    for index, group in enumerate(optimizer.param_groups):
+        where = f" in parameter group {index}" if len(optimizer.param_groups) > 1 else ""
+        for name, remedy in _UNSUPPORTED.items():
+            if group.get(name):
+                return f"{name}={group[name]!r}{where} is not supported: {remedy}"
+        if group["weight_decay"] and not _decoupled(optimizer, group):
+            return (
+                f"weight_decay={group['weight_decay']!r}{where} of torch.optim.Adam is an L2 term inside the gradient, which would be "
+                "compressed with it: use torch.optim.AdamW (decoupled weight decay), or weight_decay=0"
+            )
+        for name, numbers in (("lr", [group["lr"]]), ("betas", group["betas"])):
+            if any(isinstance(number, Tensor) for number in numbers):
+                return f"{name}={group[name]!r}{where} is a tensor: give plain numbers"
+    return None
+
+
+def convert_adam(
+    optimizer: torch.optim.Optimizer, target: type[OnebitOptimizer], options: Mapping[str, Any]
+) -> OnebitOptimizer:
+    """Makes a compressed optimizer of a plain one.
+
+    Parameter groups are taken over as they are, with every key of the user's (``initial_lr`` of schedulers, names, ``compress=False``),
+    and so are state and hooks. The plain optimizer is left untouched and must not be stepped any more.
+
+    Args:
+        optimizer: a ``torch.optim.Adam`` (without weight decay) or ``AdamW``.
+        target: class of the result.
+        options: the target's options (``freeze_step`` ...).
+
+    Raises:
+        ValueError: the optimizer uses an option that has no compressed counterpart; see :func:`obstacle`.
+
+    Example:
+        >>> convert_adam(torch.optim.AdamW(model.parameters(), lr=1e-3), OnebitAdam, {"freeze_step": 1000})
+    """
+    reason = obstacle(optimizer)
+    if reason is not None:
+        raise ValueError(f"cannot convert torch.optim.{type(optimizer).__name__} to {target.__name__}: {reason}")
+    dropped = (*_UNSUPPORTED, *_IRRELEVANT)
+    groups = [{k: v for k, v in group.items() if k not in dropped} for group in optimizer.param_groups]
+    # The defaults are what a group added later inherits.
+    defaults = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    converted = target([{**group, "params": list(group["params"])} for group in groups], **defaults, **options)
+    if optimizer.state:
+        converted.load_state_dict(optimizer.state_dict())
+    for name in _HOOKS:
+        if hasattr(optimizer, name):
+            # the same dict, so that the handles which users hold still remove their hooks
+            setattr(converted, name, getattr(optimizer, name))
+    return converted
+
+
+def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
+    """Makes LR schedulers of ``old`` schedule ``new``, however deeply they are nested (SequentialLR, ChainedScheduler, wrappers).
+
+    Args:
+        schedulers: schedulers; those of other optimizers are left alone.
+        old: what they schedule now.
+        new: what they shall schedule; its learning rates are not touched.
+
+    Raises:
+        ValueError: ``old`` has a scheduler that is not among them, which would go on to schedule an optimizer that no longer trains.
+    """
+    seen: set[int] = set()
+    found = [_repoint(scheduler, old, new, seen) for scheduler in schedulers]
+    if not hasattr(old.step, "_wrapped_by_lr_sched"):
+        return
+    if not any(found):
+        raise ValueError(
+            f"a learning rate scheduler was made for torch.optim.{type(old).__name__} but not returned with it, so it cannot follow the "
+            f"conversion to {type(new).__name__}: return it from `configure_optimizers`, or return {type(new).__name__} itself"
+        )
+    # A scheduler warns unless it has seen its optimizer's steps.
+    _StepTracker(new)
+    if getattr(old, "_opt_called", False):
+        new._opt_called = True  # type: ignore[attr-defined]
+
+
+class _StepTracker(LRScheduler):
+    """Changes no learning rate; constructing it lets torch itself wrap ``optimizer.step`` the way this release of it does."""
+
+    def get_lr(self) -> list[float | Tensor]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _repoint(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimizer, seen: set[int]) -> bool:
+    """Whether anything pointed at ``old``."""
+    if id(scheduler) in seen:
+        return False
+    seen.add(id(scheduler))
+    found = False
+    for name, value in list(getattr(scheduler, "__dict__", {}).items()):
+        if value is old:
+            setattr(scheduler, name, new)
+            found = True
+            continue
+        for item in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(item, LRScheduler) or getattr(item, "optimizer", None) is old:
+                found |= _repoint(item, old, new, seen)
+    return found
+
+
+def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
+    # torch < 2.6 has no such key; AdamW is always decoupled.
+    return bool(group.get("decoupled_weight_decay")) or isinstance(optimizer, torch.optim.AdamW)
