@@ -29,7 +29,10 @@ class FakeTrainer:
         self.estimated_stepping_batches = planned
         self.max_epochs, self.max_steps = 1, -1
         self.world_size = 2
-        self.progress_bar_callback = None
+        self.progress_bar_callback: Any = None
+        self.log_dir: str | None = None
+        self.default_root_dir = "."
+        self._logger_connector = SimpleNamespace(should_update_logs=True)
         self.is_last_batch = False
         self.is_global_zero = True
         self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
@@ -49,6 +52,18 @@ class FakeTrainer:
                     p.grad = torch.randn_like(p) * scale
             optimizer.step()
         self.fit_loop.epoch_loop._batches_that_stepped += 1
+
+
+class FakeModule:
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.logged: list[dict[str, float]] = []
+
+    def log_dict(self, values: dict[str, float], **kwargs: Any) -> None:
+        assert kwargs["on_step"] and not kwargs["on_epoch"]
+        self.logged.append(dict(values))
 
 
 def onebit_adam(**options: Any) -> OnebitAdam:

@@ -170,7 +170,7 @@ class CompressionStatsMixin:
         if not isinstance(figure, str):
             check_flag("figure", figure)
         if figure:
-            _pyplot()
+            _figure_class()
         self.residual_every_n_steps = residual_every_n_steps
         self.sign_agreement_every_n_steps = sign_agreement_every_n_steps
         self.progress_bar = progress_bar
@@ -370,11 +370,12 @@ class CompressionStatsMixin:
                 )
             )
             # compute() combines the ranks, so every rank must come here.
-            volume, residual = int(watch.volume.compute()), float(watch.residual.compute())
-            note = f"{watch.name}: all ranks together sent {format_bytes(volume)} in this fit"
+            note = f"{watch.name}: all ranks together sent {format_bytes(int(watch.volume.compute()))} in this fit"
             note += f", {format_ratio(float(watch.ratio.compute()))}"
             note += f"; waiting per step {1000 * float(watch.time.compute()):.3g} ms"
-            notes.append(note + (f"; residual/momentum {residual:.3g}" if residual else "") + ".")
+            if watch.residual.update_called:
+                note += f"; residual norm / momentum norm {float(watch.residual.compute()):.3g}"
+            notes.append(note + ".")
         widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
         lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
         lines.insert(1, "-" * len(lines[0]))
@@ -397,9 +398,8 @@ class CompressionStatsMixin:
             del watch.history[1::2]
 
     def _draw(self, path: str) -> None:
-        plt = _pyplot()
-        figure, axes = plt.subplots(2, 2, figsize=(10, 7), constrained_layout=True)
-        volume, ratio, residual, loss = axes.flat
+        figure = _figure_class()(figsize=(10, 7), layout="constrained")
+        volume, ratio, residual, loss = figure.subplots(2, 2).flat
         for watch in self._watches:
             if not watch.history:
                 continue
@@ -411,7 +411,7 @@ class CompressionStatsMixin:
             residual.plot(*zip(*known, strict=True), label=watch.name) if known else None
             loss.plot(sent, losses, label=watch.name)
         titles = {
-            volume: ("step", "bytes sent by one rank", "log"),
+            volume: ("step", "bytes sent by one rank", "linear"),
             ratio: ("step", "ratio to dense all-reduce", "log"),
             residual: ("step", "residual norm / momentum norm", "linear"),
             loss: ("bytes sent by one rank", "training loss", "linear"),
@@ -425,7 +425,6 @@ class CompressionStatsMixin:
                 axis.legend(fontsize=8)
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         figure.savefig(path, dpi=150)
-        plt.close(figure)
 
 
 def _collective_device(trainer: Any) -> torch.device:
@@ -437,12 +436,13 @@ def _collective_device(trainer: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def _pyplot() -> Any:
+def _figure_class() -> Any:
+    # A Figure of its own, not pyplot's: no window, no global state, any thread.
     try:
-        from matplotlib import pyplot
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ModuleNotFoundError(
             "CompressionStats(figure=...) draws with matplotlib, which is not installed: install `lightning-onebit[plot]` "
             "or leave `figure` out."
         ) from error
-    return pyplot
+    return Figure

@@ -1,0 +1,351 @@
+"""CompressionStats: what it logs, how often, under which names; the progress bar, the table and the figure."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_trainer import FakeModule, FakeTrainer, onebit_adam
+from harness import run_ranks
+
+from lightning_onebit.callbacks.stats import (
+    FIGURE_NAME,
+    METRICS,
+    CompressionStatsMixin,
+    format_bytes,
+    format_ratio,
+)
+
+
+def _train(callback: Any, optimizers: list[Any], steps: int, *, freeze_after: int = 2, trainer: Any = None) -> Any:
+    trainer, module = trainer or FakeTrainer(optimizers), FakeModule()
+    trainer.start(callback, module)
+    torch.manual_seed(0)
+    for step in range(steps):
+        trainer.step()
+        if step + 1 == freeze_after:
+            for optimizer in optimizers:
+                optimizer.freeze()
+        callback.on_train_batch_end(trainer, module, {"loss": torch.tensor(1.0 / (step + 1))}, None, step)
+    return trainer, module
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    lines: list[str] = []
+    monkeypatch.setattr("lightning_onebit.callbacks.stats.rank_zero_info", lambda text: lines.append(text))
+    return lines
+
+
+# ----------------------------------------------------------------------------------------------------------------- names
+
+
+def test_every_logged_name_is_documented_and_every_documented_name_exists() -> None:
+    _, module = _train(CompressionStatsMixin(1), [onebit_adam()], 5)
+    logged = {name for values in module.logged for name in values}
+    assert logged <= set(METRICS)
+    # Those that need several nodes, an option, or something to compare with appear elsewhere.
+    assert set(METRICS) - logged <= {
+        "onebit/bytes_intra",
+        "onebit/bytes_inter",
+        "onebit/sign_agreement",
+        "onebit/ratio",
+    }
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    assert set(re.findall(r"^\| `(onebit/\w+)`", page, re.MULTILINE)) == set(METRICS)
+
+
+def test_names_of_several_optimizers_end_in_their_number() -> None:
+    _, module = _train(CompressionStatsMixin(1), [onebit_adam(), onebit_adam()], 3)
+    plain = {name.rsplit("/", 1)[0] for name in module.logged[-1]}
+    assert {name.rsplit("/", 1)[1] for name in module.logged[-1]} == {"0", "1"}
+    assert plain <= set(METRICS)
+    _, single = _train(CompressionStatsMixin(1), [onebit_adam()], 3)
+    assert not any(name.endswith("/0") for name in single.logged[-1])
+
+
+# ---------------------------------------------------------------------------------------------------------------- values
+
+
+def _two_ranks(rank: int, world: int) -> dict[str, Any]:
+    optimizer = onebit_adam()
+    callback = CompressionStatsMixin(1, sign_agreement_every_n_steps=2)
+    trainer, module = FakeTrainer([optimizer]), FakeModule()
+    trainer.start(callback, module)
+    torch.manual_seed(rank)
+    records = []
+    for step in range(6):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = torch.randn_like(p)
+        callback.on_before_optimizer_step(trainer, module, optimizer)
+        optimizer.step()
+        if step == 2:
+            optimizer.freeze()
+        records.append(vars(optimizer.ledger.last).copy())
+        callback.on_train_batch_end(trainer, module, None, None, step)
+    said: list[str] = []
+    import lightning_onebit.callbacks.stats as stats
+
+    stats.rank_zero_info = said.append  # type: ignore[assignment]
+    callback.on_train_end(trainer, module)
+    total = optimizer.ledger.total
+    return {"logged": module.logged, "records": records, "total": vars(total).copy(), "said": said}
+
+
+def test_logged_values_are_those_of_the_ledger() -> None:
+    for result in run_ranks(_two_ranks, 2):
+        assert len(result["logged"]) == 6
+        for values, record in zip(result["logged"], result["records"], strict=True):
+            for name in ("bytes_sent", "dense_bytes", "collectives", "control_bytes"):
+                assert values[f"onebit/{name}"] == record[name], name
+            for name in ("communication_seconds", "compression_seconds"):
+                assert values[f"onebit/{name}"] == record[name] >= 0, name
+            assert values["onebit/ratio"] == record["dense_bytes"] / record["bytes_sent"]
+        dense = [values["onebit/dense_step"] for values in result["logged"]]
+        assert dense == [1, 1, 1, 0, 0, 0]
+        ratios = [values["onebit/ratio"] for values in result["logged"]]
+        assert max(ratios[:3]) <= 1.0 < 2 < min(ratios[3:]), "compression must show"
+        last = result["logged"][-1]
+        for name in ("bytes_sent", "dense_bytes", "communication_seconds", "compression_seconds"):
+            assert last[f"onebit/total_{name}"] == result["total"][name]
+            if name.endswith("bytes") or name.startswith("bytes"):
+                assert result["total"][name] == sum(record[name] for record in result["records"])
+        assert last["onebit/total_ratio"] == result["total"]["dense_bytes"] / result["total"]["bytes_sent"]
+
+
+def test_sign_agreement_is_measured_on_local_gradients_of_compressed_steps_at_its_interval() -> None:
+    results = run_ranks(_two_ranks, 2)
+    found = [[values.get("onebit/sign_agreement") for values in result["logged"]] for result in results]
+    assert found[0] == found[1], "all ranks compute the same"
+    # Steps 2 and 4, 6 are due; step 2 is dense.
+    assert [value is not None for value in found[0]] == [False, False, False, True, False, True]
+    assert all(0.3 < value < 0.7 for value in found[0] if value is not None), "independent signs agree by half"
+
+
+def test_the_table_combines_the_ranks() -> None:
+    results = run_ranks(_two_ranks, 2)
+    sent = sum(result["total"]["bytes_sent"] for result in results)
+    for result in results:
+        assert len(result["said"]) == 1
+        assert f"all ranks together sent {format_bytes(sent)} in this fit" in result["said"][0]
+
+
+# -------------------------------------------------------------------------------------------------------------- how often
+
+
+def test_nothing_is_logged_between_log_steps_or_without_a_step_but_totals_miss_nothing() -> None:
+    optimizer = onebit_adam()
+    callback, trainer, module = CompressionStatsMixin(), FakeTrainer([optimizer]), FakeModule()
+    trainer.start(callback, module)
+    for step in range(10):
+        trainer._logger_connector.should_update_logs = step % 5 == 4
+        if step != 4:  # a batch that only accumulates gradients
+            trainer.step()
+        callback.on_train_batch_end(trainer, module, None, None, step)
+    # The record of step 3 was still unlogged at batch 4.
+    assert len(module.logged) == 2
+    assert module.logged[-1]["onebit/total_compression_seconds"] == optimizer.ledger.total.compression_seconds
+    trainer._logger_connector.should_update_logs = True
+    callback.on_train_batch_end(trainer, module, None, None, 10)
+    assert len(module.logged) == 2, "no optimizer step, no log"
+    trainer._logger_connector.should_update_logs = False
+    trainer.is_last_batch = True
+    trainer.step()
+    callback.on_train_batch_end(trainer, module, None, None, 11)
+    assert len(module.logged) == 3, "the last batch of an epoch is logged for callback_metrics"
+
+
+@pytest.mark.parametrize(("every", "expected"), [(1, 6), (3, 2), (None, 0)])
+def test_the_residual_is_read_at_its_interval_and_in_compressed_steps_only(every: int | None, expected: int) -> None:
+    optimizer = onebit_adam()
+    reads = []
+    original = optimizer.residual_ratio
+    optimizer.residual_ratio = lambda: reads.append(1) or original()  # type: ignore[method-assign,func-returns-value]
+    _, module = _train(CompressionStatsMixin(every), [optimizer], 10, freeze_after=4)
+    values = [values["onebit/residual_ratio"] for values in module.logged if "onebit/residual_ratio" in values]
+    assert len(reads) == len(values) == expected
+    assert all(0 < value < 100 for value in values)
+
+
+def test_skipped_steps_are_counted() -> None:
+    optimizer = onebit_adam()
+    callback, trainer, module = CompressionStatsMixin(), FakeTrainer([optimizer]), FakeModule()
+    trainer.start(callback, module)
+    for step, scale in enumerate((1.0, math.nan, 1.0)):
+        trainer.step(scale)
+        callback.on_train_batch_end(trainer, module, None, None, step)
+    assert [values["onebit/skipped_steps"] for values in module.logged] == [0, 1, 1]
+
+
+def test_an_infinite_ratio_is_left_out() -> None:
+    optimizer = onebit_adam()
+    callback, trainer, module = CompressionStatsMixin(), FakeTrainer([optimizer]), FakeModule()
+    trainer.start(callback, module)
+    trainer.step()
+    optimizer.ledger.last.dense_bytes, optimizer.ledger.last.bytes_sent = 80, 0
+    callback.on_train_batch_end(trainer, module, None, None, 0)
+    assert "onebit/ratio" not in module.logged[0]
+    assert all(math.isfinite(value) for value in module.logged[0].values())
+
+
+# ----------------------------------------------------------------------------------------------- progress bar and the end
+
+
+class _Bar:
+    def get_metrics(self, trainer: Any, pl_module: Any) -> dict[str, Any]:
+        return {"v_num": 3}
+
+
+def test_the_progress_bar_shows_bytes_and_ratio_and_is_left_as_it_was(said: list[str]) -> None:
+    optimizers = [onebit_adam(), onebit_adam()]
+    trainer = FakeTrainer(optimizers)
+    trainer.progress_bar_callback = bar = _Bar()
+    callback = CompressionStatsMixin()
+    _train(callback, optimizers, 3, trainer=trainer)
+    for optimizer, (sent, dense) in zip(optimizers, [(1_000_000, 20_000_000), (500_000, 22_000_000)], strict=True):
+        optimizer.ledger.total.bytes_sent, optimizer.ledger.total.dense_bytes = sent, dense
+    assert bar.get_metrics(trainer, None) == {"v_num": 3, "sent": "1.5MB 28x"}
+    callback.on_train_end(trainer, None)
+    assert bar.get_metrics(trainer, None) == {"v_num": 3} and "get_metrics" not in vars(bar)
+
+
+def test_a_progress_bar_that_was_changed_by_its_user_keeps_the_change() -> None:
+    for end in ("on_exception", "teardown"):
+        trainer = FakeTrainer([onebit_adam()])
+        trainer.progress_bar_callback = bar = SimpleNamespace(get_metrics=lambda *_: {"mine": 1})
+        callback = CompressionStatsMixin(summary=False)
+        trainer.start(callback, FakeModule())
+        assert set(bar.get_metrics(trainer, None)) == {"mine", "sent"}
+        getattr(callback, end)(trainer, None, KeyboardInterrupt() if end == "on_exception" else "fit")
+        assert set(bar.get_metrics(trainer, None)) == {"mine"}
+
+
+def test_the_bar_is_left_alone_when_not_wanted() -> None:
+    trainer = FakeTrainer([onebit_adam()])
+    trainer.progress_bar_callback = _Bar()
+    trainer.start(CompressionStatsMixin(progress_bar=False), FakeModule())
+    assert vars(trainer.progress_bar_callback) == {}
+
+
+def test_the_table_lists_steps_and_totals_per_optimizer(said: list[str]) -> None:
+    optimizers = [onebit_adam(), onebit_adam()]
+    callback = CompressionStatsMixin(1)
+    trainer, module = _train(callback, optimizers, 5)
+    optimizers[0].ledger.total.bytes_sent, optimizers[0].ledger.total.dense_bytes = 2_000_000, 56_000_000
+    callback.on_train_end(trainer, module)
+    assert len(said) == 1
+    row = next(line for line in said[0].splitlines() if "OnebitAdam 0" in line)
+    assert row.split()[2:9] == ["2", "3", "0", "2MB", "56MB", "28x", f"{0.0:.1f}"]
+    assert sum("OnebitAdam 1" in line for line in said[0].splitlines()) == 2
+    assert "residual norm / momentum norm" in said[0]
+
+
+def test_no_table_when_not_wanted(said: list[str]) -> None:
+    callback = CompressionStatsMixin(summary=False)
+    trainer, module = _train(callback, [onebit_adam()], 3)
+    callback.on_train_end(trainer, module)
+    assert said == []
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_the_figure_is_drawn_beside_the_logs_or_where_asked(named: bool, tmp_path: Path, said: list[str]) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "deep" / "down.png" if named else tmp_path / FIGURE_NAME
+    callback = CompressionStatsMixin(1, figure=str(path) if named else True, summary=False)
+    optimizer = onebit_adam()
+    trainer = FakeTrainer([optimizer])
+    trainer.log_dir = str(tmp_path)
+    trainer, module = _train(callback, [optimizer], 6, trainer=trainer)
+    assert [row[0] for row in callback._watches[0].history] == [1, 2, 3, 4, 5, 6]
+    assert callback._watches[0].history[3][5] == 0.25, "the loss"
+    callback.on_train_end(trainer, module)
+    assert path.read_bytes().startswith(b"\x89PNG") and str(path) in said[-1]
+
+
+def test_the_history_of_the_figure_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr("lightning_onebit.callbacks.stats.MAX_HISTORY", 8)
+    callback = CompressionStatsMixin(None, figure=True)
+    _train(callback, [onebit_adam()], 40)
+    steps = [row[0] for row in callback._watches[0].history]
+    assert len(steps) <= 8 and steps[0] == 1 and steps == sorted(steps)
+
+
+def test_nothing_is_watched_after_the_fit() -> None:
+    for end in ("on_train_end", "on_exception", "teardown"):
+        optimizer = onebit_adam()
+        callback = CompressionStatsMixin(summary=False)
+        trainer, module = _train(callback, [optimizer], 3)
+        assert len(optimizer._optimizer_step_post_hooks) == 1
+        arguments = {"on_train_end": (), "on_exception": (KeyboardInterrupt(),), "teardown": ("fit",)}[end]
+        getattr(callback, end)(trainer, module, *arguments)
+        assert len(optimizer._optimizer_step_post_hooks) == 0, end
+
+
+def test_a_second_fit_starts_its_metrics_anew_and_goes_on_with_the_totals() -> None:
+    optimizer = onebit_adam()
+    callback = CompressionStatsMixin(1)
+    _train(callback, [optimizer], 4)
+    optimizer.ledger.total.bytes_sent = 10**6  # as a loaded checkpoint would have it
+    trainer, module = FakeTrainer([optimizer]), FakeModule()
+    trainer.start(callback, module)
+    trainer.step()
+    callback.on_train_batch_end(trainer, module, None, None, 0)
+    assert module.logged[-1]["onebit/total_bytes_sent"] == 10**6 + optimizer.ledger.last.bytes_sent
+    assert int(callback.metrics[0]["volume"].compute()) == optimizer.ledger.last.bytes_sent
+    assert set(callback.metrics[0]) == {"volume", "ratio", "time", "residual"}
+
+
+# ----------------------------------------------------------------------------------------------------------- formatting
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0B"), (999, "999B"), (1000, "1kB"), (12_345_678, "12.3MB"), (999_600_000, "1GB"), (5e15, "5e+03TB")],
+)
+def test_bytes_are_written_in_decimal_units(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(1.0, "1.0x"), (4.57, "4.6x"), (27.9, "28x"), (math.inf, "nothing sent")])
+def test_ratios_are_written_with_the_digits_that_matter(ratio: float, text: str) -> None:
+    assert format_ratio(ratio) == text
+
+
+# --------------------------------------------------------------------------------------------------------------- options
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"residual_every_n_steps": 0}, ValueError, "`residual_every_n_steps`"),
+        ({"residual_every_n_steps": "10"}, TypeError, "`residual_every_n_steps`"),
+        ({"sign_agreement_every_n_steps": -1}, ValueError, "`sign_agreement_every_n_steps`"),
+        ({"sign_agreement_every_n_steps": 1.5}, TypeError, "`sign_agreement_every_n_steps`"),
+        ({"progress_bar": 1}, TypeError, "`progress_bar`"),
+        ({"summary": "yes"}, TypeError, "`summary`"),
+        ({"figure": 3}, TypeError, "`figure`"),
+        ({"figure": None}, TypeError, "`figure`"),
+    ],
+)
+def test_every_bad_option_is_refused_by_name(options: dict[str, Any], error: type, word: str) -> None:
+    with pytest.raises(error, match=word):
+        CompressionStatsMixin(**options)
+
+
+def test_a_figure_without_matplotlib_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"lightning-onebit\[plot\]"):
+        CompressionStatsMixin(figure=True)
+
+
+def test_a_strategy_that_compresses_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"CompressionStats.* found no compressed optimizer"):
+        FakeTrainer([]).start(CompressionStatsMixin(), FakeModule())
