@@ -6,6 +6,7 @@ of one interpreter start per rank, and no state leaks from one run, or from pyte
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import multiprocessing as mp
 import os
@@ -80,7 +81,9 @@ def run_ranks(
                 process.join(10)
 
 
-def _collect(connections: list[Any], timeout: float, may_die: Collection[int]) -> tuple[list[Any], list[int], list[int]]:
+def _collect(
+    connections: list[Any], timeout: float, may_die: Collection[int]
+) -> tuple[list[Any], list[int], list[int]]:
     """Waits for the answers ``(succeeded, pickle)`` by rank; also returns the ranks that died against expectation and those that hang."""
     answers: list[Any] = [None] * len(connections)
     dead: list[int] = []
@@ -152,10 +155,8 @@ def _worker(rank: int, world: int, job: bytes, connection: Connection, directory
     except BaseException:
         answer = (False, pickle.dumps(traceback.format_exc()))
     connection.send(answer)
-    try:
-        connection.recv()  # ends with EOFError when the parent has all answers
-    except EOFError:
-        pass
+    with contextlib.suppress(EOFError):
+        connection.recv()  # ends when the parent has all answers and closes its end
     os._exit(0)  # no destructors: gloo's threads sometimes abort a process that exits in the normal way
 
 
@@ -246,7 +247,8 @@ def _nbytes(argument: Any) -> int:
 def counting() -> Iterator[Counted]:
     """Counts every collective of this process, whatever function of torch.distributed issues it.
 
-    Works below the public functions, on the methods of ``ProcessGroup``, so it sees what code that kept a reference to an old function does.
+    Works below the public functions, on the methods of ``ProcessGroup``, so it sees what code that kept a reference to an
+    old function does.
     """
     import torch.distributed as dist
 

@@ -62,7 +62,9 @@ def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
         for name in imports(path):
             other = floor_of(name)
             if other is not None:
-                assert other in BELOW[floor] | {floor}, f"{path.name} imports {name}: floor {floor} may not know {other!r}"
+                assert other in BELOW[floor] | {floor}, (
+                    f"{path.name} imports {name}: floor {floor} may not know {other!r}"
+                )
 
 
 @pytest.mark.parametrize("floor", sorted(OUTSIDE))
@@ -109,5 +111,7 @@ for _ in range(2):
 assert optimizer.ledger.compressed_steps == 1 and (x < 1).all()
 assert not {LIGHTNING!r} & set(sys.modules)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=PACKAGE.parent
+    )
     assert done.returncode == 0, done.stderr

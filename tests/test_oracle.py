@@ -1,5 +1,6 @@
 """The oracle itself against independent truths: torch's AdamW, closed forms, published schedules."""
 
+# ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
 import numpy as np
@@ -7,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from oracle import Adam, BinSGDM, Exchange, Lamb, SyncPolicy, VariancePolicy, ZeroOneAdam, blocks, compress
 from oracle.blocks import node_means
 from oracle.common import floored
@@ -114,7 +114,9 @@ def test_adam_warmup_is_torch_adamw_on_averaged_gradients() -> None:
 
 
 def test_adam_first_compressed_step_by_hand() -> None:
-    ours = Adam([np.array([1.0, 1.0])], 2, lr=0.1, b1=0.5, b2=0.75, eps=0.0, wd=0.5, T_w=1, bias_correction=False, phi=0.0)
+    ours = Adam(
+        [np.array([1.0, 1.0])], 2, lr=0.1, b1=0.5, b2=0.75, eps=0.0, wd=0.5, T_w=1, bias_correction=False, phi=0.0
+    )
     ours.step([[np.array([2.0, -4.0])], [np.array([2.0, -4.0])]])
     assert ours.m[0].tolist() == [1.0, -2.0] and ours.v[0].tolist() == [1.0, 4.0]
     x = ours.x[0].copy()

@@ -1,5 +1,6 @@
 """1-bit Adam (arXiv 2102.02888, algorithm 1; docs/algorithms, section 4)."""
 
+# ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
 from collections.abc import Sequence

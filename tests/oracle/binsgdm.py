@@ -1,5 +1,6 @@
 """BinSGDM, published as Birder (NeurIPS 2023), as docs/algorithms, section 7, reads it."""
 
+# ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

@@ -1,5 +1,6 @@
 """Blocks, the compressor C and the error-compensated exchange (docs/algorithms, sections 1, 2 and 8)."""
 
+# ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -26,9 +27,7 @@ def compress(c: Array, block_size: int) -> Array:
 
 def node_means(c: Sequence[Array], ranks_per_node: int) -> list[Array]:
     """Means over the ranks of each node: ranks ``l*K ... l*K + K-1`` form node l."""
-    return [
-        np.mean(c[start : start + ranks_per_node], axis=0) for start in range(0, len(c), ranks_per_node)
-    ]
+    return [np.mean(c[start : start + ranks_per_node], axis=0) for start in range(0, len(c), ranks_per_node)]
 
 
 class Exchange:

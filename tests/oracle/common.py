@@ -1,5 +1,6 @@
 """What all algorithms share (docs/algorithms, section 3): gradients that are missing, clipped or not finite, and denominators."""
 
+# ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
 from collections.abc import Sequence
@@ -7,7 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 
 Array = np.ndarray
-Gradients = Sequence[Sequence["Array | None"]]  # g[i][l]: local gradient of worker i for tensor l, None where it has none
+Gradients = Sequence[
+    Sequence["Array | None"]
+]  # g[i][l]: local gradient of worker i for tensor l, None where it has none
 
 
 def flatten(g: Gradients) -> list[list[Array | None]]:

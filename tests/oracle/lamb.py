@@ -1,5 +1,6 @@
 """1-bit LAMB (arXiv 2104.06069, algorithm 1; docs/algorithms, section 5)."""
 
+# ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,5 +1,6 @@
 """0/1 Adam (arXiv 2202.06009, algorithm 1; docs/algorithms, section 6)."""
 
+# ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
 import math
