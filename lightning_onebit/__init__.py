@@ -1,0 +1,59 @@
+"""1-bit compressed data-parallel training for PyTorch Lightning.
+
+Importing this package registers its strategies (``Trainer(strategy="onebit_adam")``) in every Lightning tree that is imported, before or
+after it. ``OnebitStrategy`` and ``callbacks`` are those of the tree the user has loaded; ``lightning_onebit.lightning`` and
+``lightning_onebit.pytorch_lightning`` hold those of one tree by name. The optimizers need no Lightning.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from lightning_onebit import _trees  # first: it remembers which Lightning tree was loaded before this package
+from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
+from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, Phase
+from lightning_onebit.registry import available_strategies
+
+if TYPE_CHECKING:
+    from lightning_onebit import callbacks
+    from lightning_onebit.lightning import OnebitStrategy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ByteLedger",
+    "CollectiveFailure",
+    "CollectiveTimeout",
+    "OnebitAdam",
+    "OnebitOptimizer",
+    "Phase",
+    "PlanMismatch",
+    "available_strategies",
+]
+if _trees.installed_trees():
+    __all__ += ["OnebitStrategy", "callbacks"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "OnebitStrategy":
+        return _trees.bound_module().OnebitStrategy
+    if name == "callbacks":
+        return importlib.import_module("lightning_onebit.callbacks")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+def _register(tree: _trees.Tree) -> None:
+    """Puts the strategies into the registry of a tree."""
+    registry = importlib.import_module(f"{_trees.PACKAGES[tree]}.strategies").StrategyRegistry
+    importlib.import_module(_trees.BOUND_MODULES[tree]).OnebitStrategy.register_strategies(registry)
+
+
+for _tree in _trees.TREES:
+    _trees.when_loaded(_tree, partial(_register, _tree))
+del _tree

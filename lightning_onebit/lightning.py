@@ -1,0 +1,31 @@
+"""Strategy and callbacks for ``lightning.pytorch``."""
+
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+
+from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin
+from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
+from lightning_onebit.callbacks.stats import CompressionStatsMixin
+from lightning_onebit.strategy import OnebitMixin
+
+__all__ = ["CompressionStats", "OnebitStrategy", "ReplicaConsistency", "VarianceFreeze"]
+
+
+class VarianceFreeze(VarianceFreezeMixin, Callback):  # noqa: D101  the mixin's
+    __doc__ = VarianceFreezeMixin.__doc__
+
+
+class CompressionStats(CompressionStatsMixin, Callback):  # noqa: D101  the mixin's
+    __doc__ = CompressionStatsMixin.__doc__
+
+
+class ReplicaConsistency(ReplicaConsistencyMixin, Callback):  # noqa: D101  the mixin's
+    __doc__ = ReplicaConsistencyMixin.__doc__
+
+
+class OnebitStrategy(OnebitMixin, DDPStrategy):  # noqa: D101  the mixin's
+    __doc__ = OnebitMixin.__doc__
+
+    _misconfiguration = MisconfigurationException
+    _freeze_callback = VarianceFreeze

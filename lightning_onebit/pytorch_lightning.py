@@ -1,0 +1,31 @@
+"""Strategy and callbacks for ``pytorch_lightning``."""
+
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin
+from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
+from lightning_onebit.callbacks.stats import CompressionStatsMixin
+from lightning_onebit.strategy import OnebitMixin
+
+__all__ = ["CompressionStats", "OnebitStrategy", "ReplicaConsistency", "VarianceFreeze"]
+
+
+class VarianceFreeze(VarianceFreezeMixin, Callback):  # type: ignore[misc]  # noqa: D101
+    __doc__ = VarianceFreezeMixin.__doc__
+
+
+class CompressionStats(CompressionStatsMixin, Callback):  # type: ignore[misc]  # noqa: D101
+    __doc__ = CompressionStatsMixin.__doc__
+
+
+class ReplicaConsistency(ReplicaConsistencyMixin, Callback):  # type: ignore[misc]  # noqa: D101
+    __doc__ = ReplicaConsistencyMixin.__doc__
+
+
+class OnebitStrategy(OnebitMixin, DDPStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = OnebitMixin.__doc__
+
+    _misconfiguration = MisconfigurationException
+    _freeze_callback = VarianceFreeze

@@ -1,0 +1,123 @@
+"""Strategy names, the algorithm behind each, and the options that an algorithm has: one table entry per algorithm."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_onebit.optim import OnebitAdam, OnebitOptimizer
+
+#: options of an optimizer's constructor that belong to whoever owns the process groups, hence not to be given as an algorithm's option
+MANAGED = frozenset({"process_group", "timeout"})
+
+#: suffix of a strategy name -> start method, as Lightning names its own strategies
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One way to train with compressed communication.
+
+    Attributes:
+        name: the name users know, also that of its strategy.
+        title: how texts call it.
+        optimizer: its optimizer class; the keyword-only parameters of the constructor are the algorithm's options.
+        converts: optimizer classes (exactly these, no subclasses) that it can stand in for with the same hyperparameters.
+        warm_up: whether training begins with dense steps that somebody has to end (``freeze_step``, ``callbacks.VarianceFreeze``).
+        aliases: other names of the same thing.
+    """
+
+    name: str
+    title: str
+    optimizer: type[OnebitOptimizer]
+    converts: tuple[type[torch.optim.Optimizer], ...] = ()
+    warm_up: bool = True
+    aliases: tuple[str, ...] = ()
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """Names of the options that a strategy may hand to the optimizer."""
+        parameters = inspect.signature(self.optimizer).parameters.values()
+        return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) - MANAGED
+
+
+#: every algorithm by name
+ALGORITHMS: dict[str, Algorithm] = {
+    algorithm.name: algorithm
+    for algorithm in (
+        Algorithm("onebit_adam", "1-bit Adam", OnebitAdam, converts=(torch.optim.Adam, torch.optim.AdamW)),
+    )
+}
+
+
+class RegisteredStrategy(NamedTuple):
+    """A name that ``Trainer(strategy=...)`` accepts, and what it stands for."""
+
+    name: str
+    algorithm: Algorithm
+    start_method: str
+
+
+def registered_strategies() -> Iterator[RegisteredStrategy]:
+    """All names that importing ``lightning_onebit`` registers, aliases included."""
+    for algorithm in ALGORITHMS.values():
+        for name in (algorithm.name, *algorithm.aliases):
+            for suffix, start_method in START_METHODS.items():
+                yield RegisteredStrategy(name + suffix, algorithm, start_method)
+
+
+def available_strategies() -> tuple[str, ...]:
+    """The names that ``Trainer(strategy=...)`` accepts once ``lightning_onebit`` is imported.
+
+    Example:
+        >>> "onebit_adam" in available_strategies()
+        True
+    """
+    return tuple(strategy.name for strategy in registered_strategies())
+
+
+def find_algorithm(name: Any) -> Algorithm:
+    """The algorithm of a name or alias.
+
+    Raises:
+        TypeError: not a string.
+        ValueError: unknown; the message lists the known ones.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"algorithm={name!r} must be a string, not {type(name).__name__}; choose one of {_names()}")
+    for algorithm in ALGORITHMS.values():
+        if name in (algorithm.name, *algorithm.aliases):
+            return algorithm
+    raise ValueError(f"algorithm={name!r} is unknown; choose one of {_names()}")
+
+
+def check_options(algorithm: Algorithm, options: Mapping[str, Any]) -> None:
+    """Raises unless ``algorithm`` has every option and accepts its value.
+
+    Raises:
+        TypeError: an option of the wrong type.
+        ValueError: an option out of range, or one that the algorithm does not have.
+    """
+    for name, value in options.items():
+        if name not in algorithm.options:
+            owners = [repr(other.name) for other in ALGORITHMS.values() if name in other.options]
+            remedy = (
+                f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
+                if owners
+                else "no algorithm has it"
+            )
+            raise ValueError(
+                f"{name}={value!r} is no option of {algorithm.name!r}: {remedy}; remove it or change `algorithm`"
+            )
+    if options:
+        # The optimizer's constructor knows the ranges; an optimizer of nothing is the way to ask it.
+        algorithm.optimizer([torch.nn.Parameter(torch.zeros(1))], **options)
+
+
+def _names() -> str:
+    return ", ".join(repr(name) for a in ALGORITHMS.values() for name in (a.name, *a.aliases))

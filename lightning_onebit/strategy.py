@@ -1,0 +1,738 @@
+"""The Lightning adapter: process groups, averaging around backward, buffers, clipping, conversion, checkpoints.
+
+Everything is in :class:`OnebitMixin`, which imports no Lightning class at run time. ``lightning_onebit.lightning`` and
+``lightning_onebit.pytorch_lightning`` bind it to the two Lightning trees.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.utils import _sync_module_states
+from torch.nn.parameter import is_lazy
+
+from lightning_onebit._trees import BOUND_MODULES, PACKAGES, TREES, tree_of
+from lightning_onebit.checkpoint import restore_residuals
+from lightning_onebit.comm import (
+    DEFAULT_TIMEOUT,
+    ByteLedger,
+    CollectiveFailure,
+    Reducer,
+    Topology,
+    Transport,
+    handshake,
+)
+from lightning_onebit.optim import OnebitOptimizer, Phase
+from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers
+from lightning_onebit.registry import Algorithm, check_options, find_algorithm, registered_strategies
+
+if TYPE_CHECKING:
+    _Base: Any  # a DDPStrategy of either tree
+else:
+    _Base = object
+
+log = logging.getLogger("lightning_onebit")
+
+# As DistributedDataParallel: how much one broadcast carries, and how large a bucket of dense averaging is.
+_BROADCAST_BYTES = 250 * 2**20
+_BUCKET_BYTES = 25 * 2**20
+
+
+class OnebitMixin(_Base):
+    """Data-parallel training whose optimizers communicate in one bit per element, without wrapping the module.
+
+    The strategy owns the process groups (one per compressed optimizer), compares the model of all ranks and broadcasts rank 0's
+    weights and buffers before training, keeps buffers as DistributedDataParallel does, averages gradients densely while an optimizer
+    asks for it (overlapped with backward), and lets the optimizer's ``step()`` do the compressed exchange afterwards.
+
+    ``configure_optimizers`` returns an optimizer of this package, best made by ``self.trainer.strategy.optimizer(params, lr=...)``,
+    which knows the strategy's options. A plain ``torch.optim.Adam`` or ``AdamW`` is converted. Where nothing says when the dense
+    warm-up ends, ``VarianceFreeze(mode="auto", max_fraction=0.2)`` is added.
+
+    Args:
+        algorithm: ``"onebit_adam"``.
+        accelerator: see Lightning's ``DDPStrategy``, as for all arguments up to ``start_method``.
+        parallel_devices: devices of this node.
+        cluster_environment: how processes find each other.
+        checkpoint_io: reads and writes checkpoints.
+        precision_plugin: numeric precision.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: by device.
+        timeout: bound of every wait for other ranks. A smaller ``timeout`` of an optimizer (seconds) counts for its exchange.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        other_optimizers: ``"error"`` refuses optimizers that cannot be compressed; ``"dense"`` trains them exactly as DDP would.
+        convert_optimizers: whether a plain Adam or AdamW becomes the algorithm's optimizer.
+        broadcast_buffers: whether buffers follow rank 0's during training, as with DDP.
+        overlap_dense: whether dense averaging overlaps with backward; False for models that run a parameter's backward hooks more
+            than once in a backward (re-entrant activation checkpointing).
+        freeze_step: algorithm's option, like all that follow: number of dense steps. None means "not given", here and below;
+            see the optimizer's class for meanings and defaults.
+        bias_correction: correct the moments' bias as AdamW does.
+        block_size: elements that share one scale.
+        max_grad_norm: clip the global gradient norm.
+        denominator_floor: smallest denominator relative to its tensor's mean.
+        force_compression: compress even in a world of one rank.
+        bucket_mb: MB of fp32 gradients per bucket.
+        max_consecutive_skips: steps in a row that non-finite gradients may skip.
+        kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        TypeError: an option has the wrong type.
+        ValueError: an option is out of range, or one that the algorithm does not have.
+        MisconfigurationException: (when fitting starts) an optimizer that cannot be trained, or an option that could not take effect.
+
+    Example:
+        >>> Trainer(devices=2, strategy=OnebitStrategy(freeze_step=1000, max_grad_norm=1.0))
+    """
+
+    # What the binding modules fill in with classes of their tree.
+    _misconfiguration: ClassVar[type[Exception]]
+    _freeze_callback: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        algorithm: str = "onebit_adam",
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision_plugin: Any = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        *,
+        other_optimizers: Literal["error", "dense"] = "error",
+        convert_optimizers: bool = True,
+        broadcast_buffers: bool = True,
+        overlap_dense: bool = True,
+        freeze_step: int | None = None,
+        bias_correction: bool | None = None,
+        block_size: int | None = None,
+        max_grad_norm: float | None = None,
+        denominator_floor: float | None = None,
+        force_compression: bool | None = None,
+        bucket_mb: float | None = None,
+        max_consecutive_skips: int | None = None,
+        kernels: str | None = None,
+    ) -> None:
+        options = {
+            "freeze_step": freeze_step,
+            "bias_correction": bias_correction,
+            "block_size": block_size,
+            "max_grad_norm": max_grad_norm,
+            "denominator_floor": denominator_floor,
+            "force_compression": force_compression,
+            "bucket_mb": bucket_mb,
+            "max_consecutive_skips": max_consecutive_skips,
+            "kernels": kernels,
+        }
+        self._algorithm: Algorithm = find_algorithm(algorithm)
+        self._options = {name: value for name, value in options.items() if value is not None}
+        check_options(self._algorithm, self._options)
+        if other_optimizers not in ("error", "dense"):
+            raise ValueError(f"other_optimizers={other_optimizers!r} is unknown; choose 'error' or 'dense'")
+        flags = {
+            "convert_optimizers": convert_optimizers,
+            "broadcast_buffers": broadcast_buffers,
+            "overlap_dense": overlap_dense,
+        }
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
+        self._other_optimizers = other_optimizers
+        self._convert_optimizers = convert_optimizers
+        self._broadcast_buffers = broadcast_buffers
+        self._overlap_dense = overlap_dense
+        self._sync_backward = True
+        self._default_freeze: Any = None
+        self._run: _Run | None = None
+        self._made: WeakSet[OnebitOptimizer] = WeakSet()
+        self._converted: WeakKeyDictionary[torch.optim.Optimizer, OnebitOptimizer] = WeakKeyDictionary()
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision_plugin=precision_plugin,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+
+    # ----- what users see ---------------------------------------------------------------------------------------------
+
+    @property
+    def algorithm(self) -> str:
+        """Name of the algorithm."""
+        return self._algorithm.name
+
+    @property
+    def onebit_optimizers(self) -> list[OnebitOptimizer]:
+        """The compressed optimizers in use: empty before fitting, and if all optimizers are trained densely."""
+        return [optimizer for optimizer in self.optimizers if isinstance(optimizer, OnebitOptimizer)]
+
+    def optimizer(self, params: Any, **kwargs: Any) -> OnebitOptimizer:
+        """Makes the optimizer of this strategy's algorithm, with the strategy's options.
+
+        Args:
+            params: parameters or parameter groups.
+            **kwargs: arguments of the optimizer's class (``lr``, ``betas``, ...; options that the strategy was not given).
+
+        Raises:
+            ValueError: an option is given here and to the strategy, with different values.
+
+        Example:
+            >>> def configure_optimizers(self):
+            ...     return self.trainer.strategy.optimizer(self.parameters(), lr=1e-3)
+        """
+        for name, value in self._options.items():
+            if name in kwargs and kwargs[name] != value:
+                raise ValueError(
+                    f"{name}={kwargs[name]!r} was given to strategy.optimizer() and {name}={value!r} to the strategy; keep one of them"
+                )
+        made = self._algorithm.optimizer(params, **{**self._options, **kwargs})
+        self._made.add(made)
+        return made
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under the names of all algorithms and start methods."""
+        for strategy in registered_strategies():
+            strategy_registry.register(
+                strategy.name,
+                cls,
+                description=f"{strategy.algorithm.title} with `start_method` '{strategy.start_method}'",
+                override=True,
+                algorithm=strategy.algorithm.name,
+                start_method=strategy.start_method,
+            )
+
+    def __repr__(self) -> str:
+        """Says where to import the class for the other Lightning tree: a Trainer of that tree prints this in its error."""
+        options = "".join(f", {name}={value!r}" for name, value in self._options.items())
+        mine = tree_of(self)
+        others = "; ".join(
+            f"for a Trainer of {PACKAGES[tree]} use `from {BOUND_MODULES[tree]} import OnebitStrategy`"
+            for tree in TREES
+            if mine is not None and tree != mine
+        )
+        bound = f" for {PACKAGES[mine]} ({others})" if mine is not None else ""
+        return f"<OnebitStrategy({self.algorithm!r}{options}){bound}>"
+
+    # ----- setting up -------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Connects the processes; before any hook of the user's runs, adds the default ``VarianceFreeze`` where none is set."""
+        connected = _connected()
+        super().setup_environment()
+        if _connected() and not connected:
+            # Lightning leaves a gloo group to the interpreter's shutdown, where its threads sometimes abort the process.
+            atexit.register(_disconnect)
+        assert self.lightning_module is not None
+        self._offer_freeze(self.lightning_module.trainer)
+
+    def setup(self, trainer: Any) -> None:
+        """Compares the models of all ranks, then does what ``DDPStrategy`` does, without the wrapper."""
+        self._end_run()
+        assert self.lightning_module is not None
+        _check_module(self.lightning_module, self._misconfiguration)
+        if _connected():
+            topology = Topology.create(None, timeout=self._timeout)
+            transport = Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, "strategy set-up")
+            handshake(transport, _describe(self.lightning_module), self.root_device, "model")
+        super().setup(trainer)
+
+    def configure_ddp(self) -> None:
+        """Wraps nothing: gives all ranks rank 0's weights and buffers."""
+        module = self.lightning_module
+        assert module is not None
+        ignored = _ignored(module)
+        run = self._run = _Run()
+        if not _connected():
+            return
+        _sync_module_states(module, _world(), _BROADCAST_BYTES, 0, ignored, broadcast_buffers=self._broadcast_buffers)
+        if self._broadcast_buffers:
+            run.buffers = _BufferSync(module, ignored)
+
+    def _setup_model(self, model: Any) -> Any:
+        return model
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Calls ``configure_optimizers``, converts what can be converted, and gives every compressed optimizer its process group."""
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        self.optimizers = [self._adopt(_unwrap(optimizer)) for optimizer in self.optimizers]
+        if self._options and not self.onebit_optimizers:
+            raise self._misconfiguration(
+                f"{_listed(self._options)} of {self.algorithm!r} cannot take effect: no optimizer is compressed. Return "
+                "`self.trainer.strategy.optimizer(...)` from `configure_optimizers`, or remove the options."
+            )
+        self._check_ownership()
+        self._settle_freeze(trainer)
+        if not _connected():
+            return
+        run = self._run
+        assert run is not None
+        names: dict[Tensor, str] = {p: name for name, p in self.lightning_module.named_parameters()}
+        for optimizer in self.onebit_optimizers:
+            optimizer.release_communication()  # one that was kept from an earlier fit()
+            limit = timedelta(seconds=optimizer.options.timeout)
+            optimizer.configure_communication(
+                run.new_group(self._timeout),
+                timeout=min(self._timeout, limit) if self._timeout is not None else limit,
+                parameter_names=names,
+                overlap_dense=self._overlap_dense,
+            )
+        run.dense = _DenseAverage(
+            self.lightning_module, self.onebit_optimizers, self._connect_dense, self._overlap_dense
+        )
+
+    def _connect_dense(self) -> Transport:
+        assert self._run is not None
+        topology = Topology.create(self._run.new_group(self._timeout), timeout=self._timeout)
+        return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, "dense averaging")
+
+    def _adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The optimizer that trains in the place of one of ``configure_optimizers``; raises if it cannot be trained."""
+        if isinstance(optimizer, OnebitOptimizer):
+            self._check_direct(optimizer)
+            return optimizer
+        name, target = type(optimizer).__name__, self._algorithm.optimizer.__name__
+        if name == "_MockOptimizer":  # Lightning's stand-in for "no optimizer"
+            return optimizer
+        reason = "it has no compressed counterpart"
+        if type(optimizer) in self._algorithm.converts:
+            found = obstacle(optimizer)
+            if self._convert_optimizers and found is None:
+                return self._convert(optimizer)
+            reason = found if found is not None else "conversion is turned off (convert_optimizers=False)"
+        if self._other_optimizers == "dense":
+            rank_zero_info(f"{name} is trained with dense averaging, as DDP would train it ({reason}).")
+            return optimizer
+        raise self._misconfiguration(
+            f"{name} cannot be trained by {self.algorithm!r}: {reason}. Return `self.trainer.strategy.optimizer(params, ...)` or "
+            f"`lightning_onebit.{target}(params, ...)` from `configure_optimizers`, or train it uncompressed, as DDP would, with "
+            '`OnebitStrategy(other_optimizers="dense")`.'
+        )
+
+    def _check_direct(self, optimizer: OnebitOptimizer) -> None:
+        name = type(optimizer).__name__
+        if optimizer.algorithm != self.algorithm:
+            raise self._misconfiguration(
+                f"the strategy's algorithm is {self.algorithm!r}, but `configure_optimizers` returned {name}: set "
+                f'`strategy="{optimizer.algorithm}"`, or return `self.trainer.strategy.optimizer(params, ...)`.'
+            )
+        if self._options and optimizer not in self._made:
+            raise self._misconfiguration(
+                f"{_listed(self._options)} of the strategy cannot take effect: `configure_optimizers` built {name} itself. Return "
+                f"`self.trainer.strategy.optimizer(params, ...)`, which knows the strategy's options, or give them to {name}."
+            )
+
+    def _convert(self, optimizer: torch.optim.Optimizer) -> OnebitOptimizer:
+        if optimizer in self._converted:  # the module returned the same object in an earlier fit()
+            converted = self._converted[optimizer]
+        else:
+            converted = convert_adam(optimizer, self._algorithm.optimizer, self._options)
+            self._converted[optimizer] = converted
+            self._made.add(converted)
+            rank_zero_info(
+                f"{type(optimizer).__name__} is converted to {type(converted).__name__} with the same hyperparameters, parameter groups "
+                "and schedulers (`OnebitStrategy(convert_optimizers=False)` turns conversion off)."
+            )
+        try:
+            repoint_schedulers([config.scheduler for config in self.lr_scheduler_configs], optimizer, converted)
+        except ValueError as error:
+            raise self._misconfiguration(str(error)) from error
+        return converted
+
+    def _check_ownership(self) -> None:
+        """Every parameter of a compressed optimizer belongs to the module and to no densely trained optimizer."""
+        assert self.lightning_module is not None
+        names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
+        ignored = _ignored(self.lightning_module)
+        dense = {id(p) for o in self.optimizers if not isinstance(o, OnebitOptimizer) for p in _parameters([o])}
+        compressed = _parameters(self.onebit_optimizers)
+        for parameter in compressed:
+            name = names.get(id(parameter))
+            if name is None:
+                raise self._misconfiguration(
+                    f"a compressed optimizer holds a parameter of shape {tuple(parameter.shape)} that is not in the LightningModule's "
+                    "`named_parameters()`, so no rank could share its first value: register it in the module."
+                )
+            if id(parameter) in dense:
+                raise self._misconfiguration(
+                    f"parameter {name} belongs to a compressed optimizer, whose gradients stay local, and to one that needs averaged "
+                    "gradients: give it to one of them."
+                )
+            if name in ignored:
+                raise self._misconfiguration(
+                    f"parameter {name} is in `_ddp_params_and_buffers_to_ignore`, but a compressed optimizer would exchange it: give it "
+                    "to another optimizer."
+                )
+        if compressed and getattr(self.precision_plugin, "scaler", None) is not None:
+            raise self._misconfiguration(
+                'precision="16-mixed" scales the loss, and each rank would decide alone whether a step overflowed; that is not '
+                'supported with compressed optimizers: use precision="bf16-mixed" or "32-true".'
+            )
+
+    # ----- the default freeze -----------------------------------------------------------------------------------------
+
+    def _offer_freeze(self, trainer: Any) -> None:
+        """Adds the default callback early enough to be set up and restored from a checkpoint like any other."""
+        self._withdraw_freeze(trainer)
+        fits = trainer.state.fn == "fit"
+        chosen = "freeze_step" in self._options or any(isinstance(c, self._freeze_callback) for c in trainer.callbacks)
+        if fits and self._algorithm.warm_up and not chosen:
+            self._default_freeze = self._freeze_callback(mode="auto", max_fraction=0.2)
+            trainer.callbacks.insert(0, self._default_freeze)
+
+    def _settle_freeze(self, trainer: Any) -> None:
+        """Keeps the default callback only if the optimizers leave the freeze to it."""
+        if self._default_freeze is None:
+            return
+        own = [optimizer.freeze_step is not None for optimizer in self.onebit_optimizers]
+        if any(own) and not all(own):
+            raise self._misconfiguration(
+                "some compressed optimizers have a `freeze_step` and others have none: give it to all of them, or to none and add "
+                "VarianceFreeze to the Trainer's callbacks."
+            )
+        if any(own) or all(optimizer.phase is not Phase.WARMUP for optimizer in self.onebit_optimizers):
+            self._withdraw_freeze(trainer)
+            return
+        rank_zero_info(
+            'Nothing says when the dense warm-up ends: added VarianceFreeze(mode="auto", max_fraction=0.2), which ends it when the '
+            "variance has settled, after 20 % of the planned steps at the latest. Add VarianceFreeze to the Trainer's callbacks, or "
+            "give `freeze_step`, to choose."
+        )
+
+    def _withdraw_freeze(self, trainer: Any) -> None:
+        if self._default_freeze is not None:
+            trainer.callbacks[:] = [c for c in trainer.callbacks if c is not self._default_freeze]
+            self._default_freeze = None
+
+    # ----- training ---------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def block_backward_sync(self) -> Iterator[None]:  # type: ignore[override]
+        """Within it gradients only accumulate (gradient accumulation, ``toggle_model(sync_grad=False)``)."""
+        before, self._sync_backward = self._sync_backward, False
+        try:
+            yield
+        finally:
+            self._sync_backward = before
+
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Runs backward; averages densely what the next step needs averaged, before hooks, loggers and clipping look at it."""
+        assert self.lightning_module is not None
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        sync, run = self._sync_backward, self._run
+        for compressed in self.onebit_optimizers:
+            compressed.begin_backward(sync)
+        if run is not None and run.dense is not None and sync:
+            run.dense.begin()
+        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        if sync:
+            for compressed in self.onebit_optimizers:
+                compressed.sync_gradients()
+            if run is not None and run.dense is not None:
+                run.dense.finish()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, with buffers kept as DDP keeps them."""
+        assert self.lightning_module is not None
+        # Under manual optimization Lightning tells DDP that no gradients are synchronised, so buffers are broadcast only once.
+        with self._forward(self._sync_backward and self.lightning_module.automatic_optimization):
+            return super().training_step(*args, **kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's, with buffers kept as DDP keeps them."""
+        with self._forward(self._sync_backward):
+            return super().validation_step(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _forward(self, sync: bool) -> Iterator[None]:
+        buffers = self._run.buffers if self._run is not None else None
+        if buffers is None:
+            yield
+            return
+        buffers.before_forward()
+        yield
+        buffers.after_forward(sync)
+
+    # ----- clipping and optimizers --------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Any:
+        """The precision plugin; its clipping by norm knows the global norm of gradients that stay local."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, precision_plugin: Any) -> None:
+        super(OnebitMixin, type(self)).precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
+        if precision_plugin is not None:
+            precision_plugin.clip_grad_by_norm = _ClipByGlobalNorm(precision_plugin)
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers in use."""
+        return super().optimizers
+
+    @optimizers.setter
+    def optimizers(self, optimizers: list[Any]) -> None:
+        super(OnebitMixin, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
+        for wrapper in self._lightning_optimizers:
+            _delegate(wrapper)
+
+    # ----- checkpoints ------------------------------------------------------------------------------------------------
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' state; warns if a compressed stage continues with residuals that start from zero."""
+        super().load_optimizer_state_dict(checkpoint)
+        restarted = restore_residuals(self.onebit_optimizers)
+        if restarted:
+            rank_zero_warn(
+                f"resuming {' and '.join(type(o).__name__ for o in restarted)} in the compressed stage: weights, momentum and variance "
+                "continue from the checkpoint, residuals (the compression error that is carried from step to step, different on every "
+                "rank) are not in it and start from zero. Training goes on, but not bit for bit as without the interruption."
+            )
+
+    # ----- ending -----------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Gives communication back: hooks, buffers and process groups. Optimizers keep their state, parameters their memory."""
+        self._end_run()
+        super().teardown()
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        self._sync_backward = True
+        if run is None:
+            return
+        for release in [optimizer.release_communication for optimizer in self.onebit_optimizers] + [run.close]:
+            try:
+                release()
+            except (
+                CollectiveFailure
+            ) as error:  # after a failure the others may be gone: what brought us here is the news
+                log.warning("while giving communication back: %s", error)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: groups, hooks, optimizers made here."""
+        state: dict[str, Any] = super().__getstate__()
+        for name in ("_run", "_made", "_converted"):
+            del state[name]
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__({**state, "_run": None, "_made": WeakSet(), "_converted": WeakKeyDictionary()})
+
+
+@dataclass
+class _Run:
+    """What lives from ``setup()`` to ``teardown()``."""
+
+    groups: list[dist.ProcessGroup] = field(default_factory=list)
+    buffers: _BufferSync | None = None
+    dense: _DenseAverage | None = None
+
+    def new_group(self, timeout: timedelta | None) -> dist.ProcessGroup:
+        """A process group of all ranks. Collective."""
+        group = dist.new_group(timeout=timeout)
+        self.groups.append(group)
+        return group
+
+    def close(self) -> None:
+        """Destroys the groups."""
+        try:
+            if self.dense is not None:
+                self.dense.close()
+        finally:
+            for group in self.groups:
+                if _connected():
+                    dist.destroy_process_group(group)
+            self.groups = []
+
+
+class _BufferSync:
+    """When buffers (BatchNorm's statistics) are broadcast from rank 0: the rule of DistributedDataParallel under Lightning.
+
+    Before a forward, if the last one was part of a training step whose gradients were synchronised; before the very first one too.
+    """
+
+    def __init__(self, module: torch.nn.Module, ignored: set[str]) -> None:
+        self._module = module
+        self._ignored = ignored
+        self._any = bool(self._buffers())
+        self._due = True
+
+    def before_forward(self) -> None:
+        """Broadcasts if it is due."""
+        if self._any and self._due:
+            with torch.no_grad():
+                dist._broadcast_coalesced(_world(), self._buffers(), _BROADCAST_BYTES, 0)
+
+    def after_forward(self, sync: bool) -> None:
+        """Notes whether the forward was one whose gradients are synchronised."""
+        self._due = torch.is_grad_enabled() and sync
+
+    def _buffers(self) -> list[Tensor]:
+        # looked up every time: modules may assign a new tensor to a buffer
+        return [buffer for name, buffer in self._module.named_buffers() if name not in self._ignored]
+
+
+class _DenseAverage:
+    """Averages the gradients of parameters that no compressed optimizer owns, as DDP does.
+
+    Their set may grow while training: layers are unfrozen, a compressed optimizer takes parameters over.
+    """
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        compressed: Sequence[OnebitOptimizer],
+        connect: Callable[[], Transport],
+        overlap: bool,
+    ) -> None:
+        ignored = _ignored(module)
+        self._parameters = [p for name, p in module.named_parameters() if name not in ignored]
+        self._compressed = compressed
+        self._connect = connect
+        self._overlap = overlap
+        self._transport: Transport | None = None
+        self._reducer: Reducer | None = None
+        self._owned = -1
+        self._candidates: list[torch.nn.Parameter] = []
+        self._averaged: list[torch.nn.Parameter] = []
+
+    def begin(self) -> None:
+        """Call before a backward whose gradients are to be averaged."""
+        self._refresh()
+        if self._reducer is not None:
+            self._reducer.arm()
+
+    def finish(self) -> None:
+        """Call after it: ``.grad`` is the average over ranks."""
+        # toggled off altogether, as the other network of a GAN: nothing has arrived, on any rank
+        if self._reducer is not None and any(p.requires_grad for p in self._averaged):
+            self._reducer.finish()
+
+    def _refresh(self) -> None:
+        owned = sum(len(group["params"]) for optimizer in self._compressed for group in optimizer.param_groups)
+        if owned != self._owned:
+            self._owned = owned
+            theirs = {id(p) for p in _parameters(self._compressed)}
+            self._candidates = [p for p in self._parameters if id(p) not in theirs]
+        if not self._candidates:
+            wanted = []
+        else:
+            known = {id(p) for p in self._averaged}
+            wanted = [p for p in self._candidates if p.requires_grad or id(p) in known]
+        if len(wanted) == len(self._averaged):
+            return
+        self.close()
+        self._averaged = wanted
+        if wanted and dist.get_world_size() > 1:
+            self._transport = self._transport or self._connect()
+            self._reducer = Reducer(wanted, self._transport, _BUCKET_BYTES, overlap=self._overlap)
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        reducer, self._reducer, self._averaged = self._reducer, None, []
+        if reducer is not None:
+            reducer.close()
+
+
+class _ClipByGlobalNorm:
+    """Stands in for ``clip_grad_by_norm`` of a precision plugin: compressed optimizers clip by the norm over all ranks."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    def __call__(self, optimizer: Any, clip_val: float) -> None:
+        optimizer = _unwrap(optimizer)
+        if isinstance(optimizer, OnebitOptimizer):
+            optimizer.clip_grad_norm_(clip_val)
+        else:
+            type(self._plugin).clip_grad_by_norm(self._plugin, optimizer, clip_val)
+
+
+def _unwrap(optimizer: Any) -> Any:
+    """The optimizer inside a ``LightningOptimizer``."""
+    return vars(optimizer).get("_optimizer", optimizer)
+
+
+def _delegate(wrapper: Any) -> None:
+    """Makes a ``LightningOptimizer`` forward the methods of a compressed optimizer to it.
+
+    Its class inherits from the optimizer's, so ``self.optimizers().freeze()`` would otherwise run on the wrapper and change the state
+    of nothing.
+    """
+    inner = _unwrap(wrapper)
+    if not isinstance(inner, OnebitOptimizer):
+        return
+    own = vars(type(wrapper).__mro__[1])
+    for name in dir(type(inner)):
+        if not name.startswith("_") and name not in own and callable(getattr(type(inner), name)):
+            setattr(wrapper, name, getattr(inner, name))
+
+
+def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _ignored(module: torch.nn.Module) -> set[str]:
+    """Names that the user told DistributedDataParallel to leave alone."""
+    return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+def _check_module(module: torch.nn.Module, error: type[Exception]) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if is_lazy(tensor):
+            raise error(
+                f"{name} is not initialised (a lazy module): run a forward pass before `fit`, so that its shape is known."
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
+            raise error(f"{name} makes sparse gradients, which are not supported: set sparse=False.")
+
+
+def _describe(module: torch.nn.Module) -> list[str]:
+    """What must be alike on all ranks, in words."""
+    return [
+        f"parameter {name}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, requires_grad={p.requires_grad}"
+        for name, p in module.named_parameters()
+    ] + [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
+
+
+def _listed(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _connected() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
+def _disconnect() -> None:
+    if _connected():
+        with contextlib.suppress(RuntimeError):
+            dist.destroy_process_group()
