@@ -1,0 +1,216 @@
+"""Train the byte-level GPT twice, with DDP and with a compressing strategy, and put the two runs side by side.
+
+    make demo
+    make demo ARGS="--steps 600 --freeze-fraction 0.15"
+
+Each training is a process group of its own (``examples/text_gpt.py``), with the same seed, data order, AdamW settings
+and schedule. Options that are not listed here are handed on to ``text_gpt.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+# Validated for contrast and for the common colour-vision deficiencies.
+BLUE, ORANGE, INK, MUTED, GRID = "#2a78d6", "#eb6834", "#0b0b0b", "#6b6a66", "#e4e3df"
+
+
+def train(strategy: str, out: Path, arguments: list[str]) -> dict[str, Any]:
+    """Run ``text_gpt.py`` once.
+
+    Args:
+        strategy: Lightning strategy by name.
+        out: Folder of this run's record.
+        arguments: Further options of ``text_gpt.py``.
+
+    Returns:
+        Its ``result.json``.
+
+    Raises:
+        SystemExit: The training failed; its exit status is handed on.
+    """
+    command = [sys.executable, str(HERE / "text_gpt.py"), *arguments, "--strategy", strategy, "--out", str(out)]
+    status = subprocess.run(command, check=False, env={"OMP_NUM_THREADS": "1", **os.environ}).returncode
+    if status:
+        raise SystemExit(status)
+    return json.loads((out / "result.json").read_text())
+
+
+def read_metrics(out: Path) -> dict[str, list[float | None]]:
+    """Read a run's ``metrics.csv`` by column; empty cells are None."""
+    with (out / "metrics.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return {name: [float(row[name]) if row[name] else None for row in rows] for name in rows[0]}
+
+
+def megabytes(count: float) -> str:
+    """Write a byte count in MB (10^6 bytes)."""
+    return f"{count / 1e6:,.1f} MB"
+
+
+def table(dense: dict[str, Any], compressed: dict[str, Any]) -> str:
+    """Lay out the comparison.
+
+    Args:
+        dense: Record of the DDP run.
+        compressed: Record of the compressed run.
+
+    Returns:
+        The table and the notes that make it readable alone.
+    """
+    runs = (dense, compressed)
+    gap = compressed["val_loss"] / dense["val_loss"] - 1
+    warm_up = compressed["dense_steps"]
+    steps = compressed["steps"]
+    later = steps - warm_up
+    dense_step = dense["bytes_sent"] / dense["steps"]
+    sent_later = compressed["bytes_sent"] - warm_up * dense_step
+    rows = [
+        ("", *(run["strategy"] for run in runs)),
+        ("validation loss (nats per byte)", *(f"{run['val_loss']:.4f}" for run in runs)),
+        ("bytes sent per process", *(megabytes(run["bytes_sent"]) for run in runs)),
+        ("replicas identical", *("yes" if run["replicas_identical"] else "NO" for run in runs)),
+        ("median time of a step", *(f"{1e3 * run['seconds_per_step']:.0f} ms" for run in runs)),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = ["  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2))]) for row in rows]
+    lines.insert(1, "-" * len(lines[0]))
+    ratio = dense["bytes_sent"] / max(1, compressed["bytes_sent"])
+    notes = [
+        f"Ratio of bytes: {ratio:.2f}x fewer over the run. Its {warm_up} of {steps} dense steps set the limit;",
+    ]
+    if later and sent_later > 0:
+        notes.append(f"the {later} compressed steps alone send {later * dense_step / sent_later:.1f}x fewer.")
+    else:
+        notes.append("no step was compressed.")
+    notes += [
+        f"Validation loss: {100 * gap:+.2f} % against {dense['strategy']}.",
+        f"Bytes are those one process sends for gradients or momentum, counted {dense['bytes_counted']}",
+        f"({dense['strategy']}) and {compressed['bytes_counted']} ({compressed['strategy']}).",
+        f"All {dense['ranks']} processes share this machine; step times tell nothing about a real network.",
+    ]
+    return "\n".join([*lines, "", *notes])
+
+
+def smooth(values: list[float], window: int) -> list[float]:
+    """Trailing mean over ``window`` values."""
+    return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
+
+
+def plot(folders: tuple[Path, Path], results: tuple[dict[str, Any], dict[str, Any]], path: Path) -> None:
+    """Draw the loss curves and the cumulative bytes side by side.
+
+    Args:
+        folders: Record folders of the dense and of the compressed run.
+        results: Their ``result.json``.
+        path: PNG file to write.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style: Any = {
+        "font.size": 10,
+        "axes.edgecolor": MUTED,
+        "axes.labelcolor": INK,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.grid": True,
+        "axes.grid.axis": "y",
+        "axes.axisbelow": True,
+        "grid.color": GRID,
+        "xtick.color": MUTED,
+        "ytick.color": MUTED,
+        "axes.titlesize": 11,
+        "axes.titlelocation": "left",
+    }
+    with plt.rc_context(style):
+        figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
+        for folder, result, colour, z in zip(folders, results, (BLUE, ORANGE), (2, 3), strict=True):
+            metrics = read_metrics(folder)
+            steps = [step for step in metrics["step"] if step is not None]
+            losses = [loss for loss in metrics["train_loss"] if loss is not None]
+            left.plot(steps, smooth(losses, 10), color=colour, alpha=0.35, linewidth=1, zorder=z)
+            validated = [(s, v) for s, v in zip(steps, metrics["val_loss"], strict=True) if v is not None]
+            label = f"{result['strategy']}: {result['val_loss']:.3f}"
+            left.plot(
+                *zip(*validated, strict=True), "o-", color=colour, markersize=5, linewidth=2, label=label, zorder=z
+            )
+            sent = [0.0, *(count / 1e6 for count in metrics["bytes_sent"] if count is not None)]
+            right.plot([0.0, *steps], sent, color=colour, linewidth=2, zorder=z)
+            right.annotate(
+                f" {result['strategy']}\n {sent[-1]:,.0f} MB",
+                (steps[-1], sent[-1]),
+                color=colour,
+                va="center",
+                annotation_clip=False,
+            )
+        freeze = results[1]["dense_steps"]
+        if freeze < results[1]["steps"]:
+            for axes in (left, right):
+                axes.axvline(freeze, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+                axes.annotate(
+                    "freeze: compressed\nfrom here on",
+                    (freeze, 0.97),
+                    xycoords=("data", "axes fraction"),
+                    xytext=(5, 0),
+                    textcoords="offset points",
+                    va="top",
+                    color=MUTED,
+                    fontsize=9,
+                )
+        left.set(title="Loss: validation (dots), training (pale, mean of 10 steps)")
+        left.set(xlabel="optimizer step", ylabel="nats per byte")
+        left.legend(title="final validation loss", frameon=False, loc="upper right")
+        ratio = results[0]["bytes_sent"] / max(1, results[1]["bytes_sent"])
+        right.set(title=f"Bytes sent per process: {ratio:.1f}x fewer", xlabel="optimizer step", ylabel="cumulative MB")
+        right.set_ylim(bottom=0)
+        for axes in (left, right):
+            axes.set_xlim(left=0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=150)
+        plt.close(figure)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run both trainings, print the table and write the figure."""
+    options = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="Every other option is handed on to text_gpt.py (see its --help).",
+    )
+    options.add_argument("--strategy", default="onebit_adam", help="compressing strategy to compare with ddp")
+    options.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for records and figure")
+    options.add_argument("--plot-only", action="store_true", help="only table and figure of the records in --out")
+    chosen, rest = options.parse_known_args(arguments)
+
+    names = ("ddp", chosen.strategy)
+    folders = (chosen.out / names[0], chosen.out / names[1])
+    begin = time.perf_counter()
+    results = []
+    for number, (name, folder) in enumerate(zip(names, folders, strict=True), 1):
+        if chosen.plot_only:
+            results.append(json.loads((folder / "result.json").read_text()))
+            continue
+        print(f'\n[{number}/2] strategy="{name}"', flush=True)
+        results.append(train(name, folder, rest))
+    figure = chosen.out / "demo.png"
+    plot(folders, (results[0], results[1]), figure)
+    print("\n" + table(results[0], results[1]))
+    print(f"\nFigure: {figure}")
+    if not chosen.plot_only:
+        print(f"Took {time.perf_counter() - begin:.0f} s.")
+
+
+if __name__ == "__main__":
+    main()
