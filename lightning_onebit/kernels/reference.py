@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from lightning_onebit.kernels import counter_rng
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 
 if TYPE_CHECKING:
@@ -269,3 +270,231 @@ class ReferenceKernels:
             delta = update[blocks].flatten()[: span.numel]
             # every block of a span belongs to one parameter, hence one group, hence one decay
             x.copy_(x * decay[span.block] - delta)
+
+    # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
+
+    def lamb_update(
+        self,
+        bucket: BlockMap,
+        spans: Spans,
+        new: Packed,
+        old: Tensor | Packed,
+        r: Tensor,
+        fresh: Tensor,
+        factors: Tensor,
+    ) -> Tensor:
+        """First pass of a compressed LAMB step: fresh second moments and the partial norms of every block.
+
+        ``ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (alpha*m)*r ; u = up + wd*x``, and the ratio
+        ``D/Dfresh = 1/(r*(sqrt(fresh*c2) + eps))``.
+
+        Args:
+            bucket: the block map (whole bucket).
+            spans: fp32 weights, one per span; blocks of None spans are left alone and give zeros.
+            new: exchanged momentum.
+            old: momentum before the exchange (packed, or fp32 flat).
+            r: fp32 flat reciprocal denominators.
+            fresh: fp32 flat, updated in place.
+            factors: fp32 ``(8, blocks)``: b1, i1 = 1/(1-b1), b2, o2 = 1-b2, c2 = 1/(1-b2^T), eps, alpha, wd.
+
+        Returns:
+            fp32 ``(blocks, 3)``: sum of squares of up, sum of squares of u (fixed order), largest ratio (0 where r is 0).
+        """
+        bs = bucket.block_size
+        x = torch.zeros(bucket.elements, device=r.device)
+        self.gather(bucket, spans, x)
+        live = torch.zeros(bucket.blocks, dtype=torch.bool, device=r.device)
+        for span, tensor in zip(bucket.spans, spans, strict=True):
+            live[span.block : span.block + span.blocks(bs)] = tensor is not None
+        b1, i1, b2, o2, c2, eps, alpha, wd = (row[:, None] for row in factors)
+        valid = valid_mask(bucket.lengths, bs) & live[:, None]
+        negative = unpack_bits(new.words).flatten(0, 1)
+        m = _signed(new.scales.flatten(), negative)
+        m0 = _values(old) if isinstance(old, Packed) else _as_blocks(old, bs)
+        ghat = (m - b1 * m0) * i1
+        moments = _as_blocks(fresh, bs)
+        learned = b2 * moments + o2 * (ghat * ghat)
+        moments.copy_(torch.where(valid, learned, moments))
+        reciprocal = _as_blocks(r, bs)
+        up = _signed(alpha[:, 0] * new.scales.flatten(), negative) * reciprocal
+        u = up + wd * _as_blocks(x, bs)
+        ratio = torch.reciprocal(reciprocal * (torch.sqrt(moments * c2) + eps))
+        zero = torch.zeros_like(up)
+        ratio = torch.where(valid & (reciprocal > 0), ratio, zero)
+        return torch.stack(
+            [
+                block_square_sums(torch.where(valid, up, zero)),
+                block_square_sums(torch.where(valid, u, zero)),
+                ratio.amax(dim=1) if len(ratio) else zero.new_zeros(0),
+            ],
+            dim=1,
+        )
+
+    def lamb_apply(
+        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor, alpha: Tensor, wd: Tensor, step: Tensor
+    ) -> None:
+        """Second pass: ``x = x - step*u`` with ``u = (alpha*m)*r + wd*x``; alpha, wd, step: fp32 ``(blocks,)``."""
+        bs = bucket.block_size
+        negative = unpack_bits(packed.words).flatten(0, 1)
+        up = _signed(alpha * packed.scales.flatten(), negative) * _as_blocks(r, bs)
+        for span, x in zip(bucket.spans, spans, strict=True):
+            if x is not None:
+                blocks = slice(span.block, span.block + span.blocks(bs))
+                u = up[blocks].flatten()[: span.numel] + wd[span.block] * x
+                x.copy_(x - step[span.block] * u)
+
+    # ----- 0/1 Adam ---------------------------------------------------------------------------------------------------
+
+    def local_step(
+        self,
+        bucket: BlockMap,
+        spans: Spans,
+        g: Spans,
+        m: Tensor,
+        u: Tensor,
+        r: Tensor,
+        anchor: Tensor,
+        factors: Tensor,
+    ) -> None:
+        """One local step: ``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay``.
+
+        Args:
+            bucket: the block map (whole bucket).
+            spans: fp32 weights, updated in place; blocks of None spans are left alone altogether.
+            g: local gradients, any float dtype; None counts as +0.0.
+            m: fp32 flat local momentum.
+            u: fp32 flat update accumulated since the last synchronisation.
+            r: fp32 flat reciprocal denominators.
+            anchor: fp32 flat weights of the last synchronisation.
+            factors: fp32 ``(4, blocks)``: b1, o1 (``1-b1`` times a clipping factor), lr, decay.
+        """
+        bs = bucket.block_size
+        for span, x, grad in zip(bucket.spans, spans, g, strict=True):
+            if x is None:
+                continue
+            b1, o1, lr, decay = factors[:, span.block]
+            part = slice(span.block * bs, span.block * bs + span.numel)
+            gradient = torch.zeros_like(x) if grad is None else grad.float()
+            m[part] = b1 * m[part] + o1 * gradient
+            p = lr * m[part]
+            u[part] += p
+            x.copy_(x * decay - p * r[part])
+            anchor[part] *= decay
+
+    # ----- BinSGDM ----------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        bucket: BlockMap,
+        lo: int,
+        hi: int,
+        *,
+        b: Tensor,
+        o: Tensor,
+        g: Tensor | Spans,
+        m: Tensor,
+        a: Tensor,
+        key: tuple[int, int],
+        first_block: int,
+        out: Packed,
+    ) -> None:
+        """Worker side: ``m = b*m + o*g ; a = b*a + o*|g|``, then bits of ``Q(m/a)``, negative where not ``m > a*U``.
+
+        A coordinate with ``a == 0`` counts as ``m/a = 0``: either sign with probability 1/2.
+
+        Args:
+            bucket: the block map.
+            lo: first block of the shard.
+            hi: one past its last block.
+            b: fp32 ``(hi - lo,)`` decay.
+            o: fp32 ``(hi - lo,)``, ``1 - b`` times a clipping factor.
+            g: gradient: spans of the whole bucket or fp32 flat of the shard.
+            m: fp32 flat of the shard, updated in place.
+            a: fp32 flat of the shard, updated in place.
+            key: from ``counter_rng.draw_key``.
+            first_block: global number of block ``lo``.
+            out: bits only (``has_scales=False``).
+        """
+        bs = bucket.block_size
+        if not isinstance(g, Tensor):
+            flat = torch.empty(bucket.elements, dtype=torch.float32, device=m.device)
+            self.gather(bucket, g, flat)
+            g = flat
+        gradient = _as_blocks(g, bs)
+        moment, size = _as_blocks(m, bs), _as_blocks(a, bs)
+        moment.copy_(b[:, None] * moment + o[:, None] * gradient)
+        size.copy_(b[:, None] * size + o[:, None] * gradient.abs())
+        u = counter_rng.uniform(counter_rng.draw_hash(key, first_block, hi - lo, bs, m.device))
+        positive = moment > torch.where(size == 0, torch.ones_like(size), size) * u
+        negative = ~positive & valid_mask(bucket.lengths[lo:hi], bs)
+        pack_bits(negative.view(out.rows, out.blocks_per_row, bs), out.words)
+
+    def vote(
+        self, received: Packed, lengths: Tensor, mode: str, key: tuple[int, int], first_block: int, out: Tensor
+    ) -> None:
+        """Server side: combines the workers' signs of one chunk.
+
+        Args:
+            received: one row of bits per worker.
+            lengths: int32 ``(blocks_per_row,)``.
+            mode: ``"random"``: negative where not ``n - 2c > n*U`` (c negatives of n); ``"majority"``: the sign of ``n - 2c``, ties by
+                the hash's top bit; ``"mean"``: bit planes of c.
+            key: from ``counter_rng.draw_key``.
+            first_block: global number of the chunk's first block.
+            out: int32 ``(blocks_per_row, planes, words)``; one plane except for ``"mean"``, least significant first.
+        """
+        bs, n = received.block_size, received.rows
+        count = unpack_bits(received.words).to(torch.int32).sum(dim=0, dtype=torch.int32)
+        valid = valid_mask(lengths, bs)
+        if mode == "mean":
+            for plane in range(out.shape[1]):
+                pack_bits(((count >> plane) & 1).bool() & valid, out[:, plane])
+            return
+        h = counter_rng.draw_hash(key, first_block, received.blocks_per_row, bs, out.device)
+        balance = n - 2 * count
+        if mode == "random":
+            negative = ~(balance.to(torch.float32) > float(n) * counter_rng.uniform(h))
+        else:
+            negative = (balance < 0) | ((balance == 0) & (h >= 1 << 31))
+        pack_bits(negative & valid, out[:, 0])
+
+    def apply_votes(
+        self,
+        bucket: BlockMap,
+        spans: Spans,
+        words: Tensor,
+        live: Tensor,
+        mean_of: int | None,
+        decay: Tensor,
+        lr: Tensor,
+    ) -> None:
+        """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` where it has never had a gradient anywhere.
+
+        Args:
+            bucket: the block map (whole bucket).
+            spans: fp32 weights, updated in place; None spans are left alone.
+            words: int32 ``(blocks, planes, words)`` of ``vote``.
+            live: int32 ``(blocks, words)`` bitmap of coordinates that have had a gradient on some rank.
+            mean_of: None: ``ubar = +-1`` by the bits; n: planes of counts c, ``ubar = (n - 2c) * fp32(1/n)``.
+            decay: fp32 ``(blocks,)``.
+            lr: fp32 ``(blocks,)``.
+        """
+        bs = bucket.block_size
+        alive = unpack_bits(live)
+        if mean_of is None:
+            ubar = torch.where(unpack_bits(words[:, 0]), -1.0, 1.0)
+        else:
+            count = torch.zeros((bucket.blocks, bs), dtype=torch.int32, device=words.device)
+            for plane in range(words.shape[1]):
+                count += unpack_bits(words[:, plane]).to(torch.int32) << plane
+            share = torch.tensor(1.0 / mean_of, dtype=torch.float32, device=words.device)
+            ubar = (mean_of - 2 * count).to(torch.float32) * share
+        delta = torch.where(alive, lr[:, None] * ubar, torch.zeros_like(ubar))
+        for span, x in zip(bucket.spans, spans, strict=True):
+            if x is not None:
+                blocks = slice(span.block, span.block + span.blocks(bs))
+                x.copy_(x * decay[span.block] + delta[blocks].flatten()[: span.numel])
+
+    def mark_live(self, bucket: BlockMap, lo: int, hi: int, a: Tensor, words: Tensor) -> None:
+        """Bitmap of coordinates with ``a > 0``: int32 ``words`` ``(hi - lo, block_size/32)`` from fp32 flat ``a`` of blocks ``[lo, hi)``."""
+        pack_bits((_as_blocks(a, bucket.block_size) > 0) & valid_mask(bucket.lengths[lo:hi], bucket.block_size), words)

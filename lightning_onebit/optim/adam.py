@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from lightning_onebit.comm import Bucket, memory_order
+from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
-from lightning_onebit.optim.base import Coefficients, OnebitOptimizer, Phase
-from lightning_onebit.optim.options import CommonOptions, check_flag, check_integer, check_number
-from lightning_onebit.optim.rules import dense_adamw_, reciprocal_denominator_, second_moment_from_reciprocal
+from lightning_onebit.optim.moments import AdamMoments
+from lightning_onebit.optim.options import CommonOptions
 
 
-class OnebitAdam(OnebitOptimizer):
+class OnebitAdam(AdamMoments):
     r"""1-bit Adam: Adam with a frozen second moment and one-bit, error-compensated momentum.
 
     For ``t <= freeze_step`` (warm-up) gradients are averaged densely and the step is that of ``torch.optim.AdamW``.
@@ -88,11 +84,6 @@ class OnebitAdam(OnebitOptimizer):
         kernels: str = "auto",
         timeout: float = 1800.0,
     ) -> None:
-        check_integer("freeze_step", freeze_step, least=1, optional=True)
-        check_flag("bias_correction", bias_correction)
-        check_number("denominator_floor", denominator_floor, least=0, most=1)
-        # by parameter index: number of updates the second moment had when it froze
-        self._variance_steps: dict[int, int] = {}
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -113,41 +104,6 @@ class OnebitAdam(OnebitOptimizer):
             },
         )
 
-    def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
-        dense_adamw_(
-            [self._weight(i) for i in members],
-            [self._grad(i) for i in members],
-            [self._moment("m", i) for i in members],
-            [self._moment("v", i) for i in members],
-            [self._t[i] for i in members],
-            lr=group["lr"],
-            betas=group["betas"],
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            bias_correction=self.settings["bias_correction"],
-        )
-
-    def _enter_compressed(self) -> None:
-        """Inverts the denominators once; v gives its memory to them."""
-        v = self._flat.pop("v")
-        for slot, i in enumerate(self._slots):
-            self._variance_steps.setdefault(i, self._t[i])
-            part = self._part(v, slot)
-            reciprocal_denominator_(
-                part,
-                part,
-                phi=self.settings["denominator_floor"],
-                eps=self._group(i)["eps"],
-                correction=self._second_correction(i),
-            )
-        self._flat["r"] = v
-
-    def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
-        b1 = [self._group(i)["betas"][0] for i in self._slots]
-        a = self._per_block(bucket, b1)[lo:hi]
-        b = self._per_block(bucket, [(1.0 - beta) * self._grad_scale for beta in b1])[lo:hi]
-        return Coefficients(a, self._momentum_of(bucket, lo, hi), b)
-
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         groups = [self._group(i) for i in self._slots]
         decay = self._per_block(bucket, [1.0 - g["lr"] * g["weight_decay"] for g in groups])
@@ -157,47 +113,3 @@ class OnebitAdam(OnebitOptimizer):
         self._kernels.apply_adam(
             bucket, self._bind_weights(bucket), packed, bucket.slice(self._flat["r"]), decay, alpha
         )
-
-    def _first_correction(self, index: int) -> float:
-        """``1 - b1**t``, or 1 without bias correction."""
-        if not self.settings["bias_correction"]:
-            return 1.0
-        return 1.0 - self._group(index)["betas"][0] ** max(1, self._t[index])
-
-    def _second_correction(self, index: int) -> float:
-        """``1 - b2**k`` with k the updates that v has had, or 1 without bias correction."""
-        if not self.settings["bias_correction"]:
-            return 1.0
-        return 1.0 - self._group(index)["betas"][1] ** max(1, self._variance_steps[index])
-
-    # ----- checkpoints ------------------------------------------------------------------------------------------------
-
-    def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super()._saved_arenas()
-        if "r" not in self._flat:
-            return
-        r = self._flat["r"]
-        yield "reciprocal_denominator", r
-        # For others (plain AdamW, another world): the floored moments. A plain Adam that went on with v = 0 under a
-        # momentum that
-        # holds compression noise would explode.
-        v = torch.zeros_like(r)
-        for slot, i in enumerate(self._slots):
-            if i in self._variance_steps:
-                self._part(v, slot).copy_(
-                    second_moment_from_reciprocal(
-                        self._part(r, slot), eps=self._group(i)["eps"], correction=self._second_correction(i)
-                    )
-                )
-        yield "exp_avg_sq", v
-
-    def _books(self) -> dict[str, Any]:
-        return {**super()._books(), "variance_steps": dict(self._variance_steps)}
-
-    def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
-        self._variance_steps = {int(i): int(k) for i, k in books.get("variance_steps", {}).items()}
-        super()._load_phase(phase, books, saved)
-        if "r" in self._flat:
-            for i, state in saved.items():
-                if "reciprocal_denominator" in state and i in self._slot_of:
-                    self._part(self._flat["r"], self._slot_of[i]).copy_(memory_order(state["reciprocal_denominator"]))

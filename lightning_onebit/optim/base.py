@@ -58,7 +58,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Phase(str, Enum):
     """Where an optimizer is in its schedule.
 
-    WARMUP: gradients are averaged densely and the second moments learn. COMPRESSED: one-bit exchanges. LOCAL: local
+    WARMUP: the second moments learn, from densely averaged gradients (0/1 Adam: with one-bit rounds in between). COMPRESSED: one-bit exchanges. LOCAL: local
     steps with
     a one-bit synchronisation now and then (0/1 Adam after its variance freeze).
     """
@@ -69,11 +69,11 @@ class Phase(str, Enum):
 
 
 class Coefficients(NamedTuple):
-    """What a worker puts into the exchange of a bucket: ``c = a*m + b*g`` (per block fp32 factors; None: no such term)."""
+    """What a worker puts into the exchange of a bucket: ``c = a*m + b*g`` (fp32 factors per block; m may be missing)."""
 
     a: Tensor | None
     m: Tensor | Packed | None
-    b: Tensor | None
+    b: Tensor
 
 
 class OnebitOptimizer(torch.optim.Optimizer):
@@ -470,9 +470,15 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def _step_compressed(self) -> None:
         """Exchange and apply for the plan's parameters, then a dense update for ``compress=False`` groups."""
-        assert self._exchange is not None
         for i in self._slots:
             self._t[i] += self._active[i]
+        self._exchange_active()
+        self._publish([i for i in self._slots if self._active[i]])
+        self._step_dense([i for i in self._dense if self._active[i]])
+
+    def _exchange_active(self) -> None:
+        """Runs the exchange over all buckets that hold an active parameter; the others' parameters stay as they are."""
+        assert self._exchange is not None
         active = [self._active[i] for i in self._slots]
         buckets = [b for b in self._buckets() if any(active[slot] for slot in b.params)]
         self._protected = {
@@ -482,16 +488,17 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._exchange.run(buckets, self)
         self._end_exchange()
         self._protected = {}
-        self._publish([i for i in self._slots if self._active[i]])
-        self._step_dense([i for i in self._dense if self._active[i]])
 
     # ----- codec: the exchange's view of an optimizer (see comm.exchange.Codec)
     # -----------------------------------------
 
     def local(self, bucket: Bucket) -> Tensor:
-        """fp32 flat of this rank's gradients of a bucket (hierarchical exchange)."""
+        """fp32 flat of what ranks of a node average before they compress (hierarchical exchange)."""
+        mine = self._contribution(bucket)
+        if isinstance(mine, Tensor):
+            return mine
         flat = torch.empty(bucket.elements, dtype=torch.float32, device=self._device)
-        self._kernels.gather(bucket, self._bind_grads(bucket), flat)
+        self._kernels.gather(bucket, mine, flat)
         return flat
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
@@ -509,7 +516,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             a=a,
             m=m,
             b=b,
-            g=None if b is None else shard if shard is not None else self._bind_grads(bucket),
+            g=shard if shard is not None else self._contribution(bucket),
             e=self._residual_of(bucket),
             out=out,
         )
@@ -563,8 +570,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Freezes what the algorithm freezes; arenas change here."""
         raise AssertionError("abstract")
 
+    def _contribution(self, bucket: Bucket) -> Tensor | list[Tensor | None]:
+        """What differs between ranks and enters the exchange: gradient spans, or an fp32 flat."""
+        return self._bind_grads(bucket)
+
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
-        """What the worker compresses for blocks ``[lo, hi)``."""
+        """What the worker compresses for blocks ``[lo, hi)``: factors of the momentum and of the contribution."""
         raise AssertionError("abstract")
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
@@ -918,17 +929,50 @@ class OnebitOptimizer(torch.optim.Optimizer):
         return packed
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """What differs by rank: this rank's worker and server residual (fp32 flats, None before the first exchange) and their layout."""
+        """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other state of one rank.
+
+        The tensors are the optimizer's own, not copies.
+        """
         ranks = self._ranks()
         return {
             "version": STATE_VERSION,
+            "algorithm": self.algorithm,
+            "steps": self._steps,
             "world_size": ranks.size,
             "ranks_per_node": ranks.ranks_per_node,
             "rank": ranks.rank,
             "block_size": self.options.block_size,
-            "worker_residual": self._worker_residual,
-            "server_residual": self._server_residual,
+            "numels": [self._params[i].numel() for i in self._slots],
+            "bucket_blocks": [bucket.blocks for bucket in self._plan.buckets] if self._plan is not None else [],
+            "tensors": self._rank_state(),
         }
+
+    @torch.no_grad()
+    def load_residual_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from this rank's ``residual_state_dict()``; call it after ``load_state_dict``.
+
+        Raises:
+            ValueError: the state was written for another layout (world, node size, blocks or parameters); the message names it.
+        """
+        mine = self.residual_state_dict()
+        for key in ("algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "numels", "bucket_blocks"):
+            if state[key] != mine[key]:
+                raise ValueError(f"residual state has {key}={state[key]!r}, this run has {mine[key]!r}; residuals cannot be loaded as they are")
+        self._load_rank_state(state["tensors"])
+
+    def _rank_state(self) -> dict[str, Tensor]:
+        """Tensors that differ by rank."""
+        if self._worker_residual is None or self._server_residual is None:
+            return {}
+        return {"worker_residual": self._worker_residual, "server_residual": self._server_residual}
+
+    def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
+        """Takes ``_rank_state()`` back."""
+        if "worker_residual" in tensors:
+            self._allocate_residuals()
+            assert self._worker_residual is not None and self._server_residual is not None
+            self._worker_residual.copy_(tensors["worker_residual"])
+            self._server_residual.copy_(tensors["server_residual"])
 
     def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, flat values) of replicated arenas, one at a time so that only one temporary exists."""
@@ -1005,7 +1049,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 self._masters[i].copy_(state["master"])
         for i, state in saved.items():
             for key, name in self._replicated.items():
-                if key in state and (name in self._flat or i in self._dense_state):
+                if key in state and (name in self._dense_state.get(i, {}) or (i in self._slot_of and name in self._flat)):
                     self._moment(name, i).copy_(state[key])
         self._load_phase(Phase(books["phase"]) if books else Phase.WARMUP, books or {}, saved)
         if self._transport is not None:

@@ -104,6 +104,91 @@ def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, c
         out[start : start + _CHUNK] = torch.reciprocal(vd.div_(scale).sqrt_().add_(eps))
 
 
+def floor_second_moment_(v: Tensor, *, phi: float) -> None:
+    """``v = vd`` in place (see ``reciprocal_denominator_``); a tensor without any non-zero element stays zero."""
+    w, floor = second_moment_floor(v, phi)
+    for start in range(0, v.numel(), _CHUNK):
+        piece = v[start : start + _CHUNK]
+        piece.copy_(torch.where(piece == 0, w, torch.maximum(piece, floor)))
+
+
+def dense_lamb_(
+    x: Sequence[Tensor],
+    g: Sequence[Tensor],
+    m: Sequence[Tensor],
+    v: Sequence[Tensor],
+    t: Sequence[int],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    bias_correction: bool,
+    clip: tuple[float, float],
+) -> Tensor:
+    """One LAMB step on averaged gradients, in place.
+
+    ``m = b1 m + (1-b1) g ; v = b2 v + (1-b2) g^2 ; u = mhat/(sqrt(vhat)+eps) + wd*x ; x -= lr*c*u`` with
+    ``c = clip(||x||/||u||)``, 1 where either norm is 0 (1-bit LAMB, warm-up stage).
+
+    Args:
+        x: fp32 weights.
+        g: gradients of the same shapes.
+        m: fp32 first moments.
+        v: fp32 second moments.
+        t: number of this step for each parameter (1 for the first).
+        lr: learning rate.
+        betas: ``(b1, b2)``.
+        eps: added to the root of the second moment.
+        weight_decay: ``wd``.
+        bias_correction: False leaves ``mhat = m``, ``vhat = v``.
+        clip: ``(min_coeff, max_coeff)``.
+
+    Returns:
+        c of each tensor, fp64 ``(len(x),)`` on the device of ``x``.
+    """
+    b1, b2 = betas
+    coeffs = []
+    # a few tensors at a time: u is a temporary of their size
+    for part in _portions([w.numel() for w in x]):
+        weights, moments, squares = [x[i] for i in part], [m[i] for i in part], [v[i] for i in part]
+        grads = [g[i].float() for i in part]
+        torch._foreach_lerp_(moments, grads, 1 - b1)
+        torch._foreach_mul_(squares, b2)
+        torch._foreach_addcmul_(squares, grads, grads, 1 - b2)
+        u = torch._foreach_sqrt(squares)
+        if bias_correction:
+            torch._foreach_div_(u, [(1 - b2 ** t[i]) ** 0.5 for i in part])
+        torch._foreach_add_(u, eps)
+        torch._foreach_reciprocal_(u)
+        torch._foreach_mul_(u, moments)
+        if bias_correction:
+            torch._foreach_div_(u, [1 - b1 ** t[i] for i in part])
+        torch._foreach_add_(u, weights, alpha=weight_decay)
+        # fp64 norms, so that rounding does not depend on the order of summation
+        x_norm = torch.stack(torch._foreach_norm(weights, 2, torch.float64))
+        u_norm = torch.stack(torch._foreach_norm(u, 2, torch.float64))
+        live = (x_norm > 0) & (u_norm > 0)
+        c = torch.where(live, (x_norm / torch.where(live, u_norm, 1.0)).clamp(*clip), 1.0)
+        torch._foreach_mul_(u, list((-lr * c).float().unbind()))
+        torch._foreach_add_(weights, u)
+        coeffs.append(c)
+    return torch.cat(coeffs) if coeffs else torch.zeros(0, dtype=torch.float64)
+
+
+def _portions(numels: Sequence[int]) -> list[list[int]]:
+    """Cuts a list of tensors into runs of about ``_CHUNK`` elements."""
+    portions: list[list[int]] = []
+    size = _CHUNK
+    for i, numel in enumerate(numels):
+        if size + numel > _CHUNK:
+            portions.append([])
+            size = 0
+        portions[-1].append(i)
+        size += numel
+    return portions
+
+
 def second_moment_from_reciprocal(r: Tensor, *, eps: float, correction: float) -> Tensor:
     """The second moments that ``reciprocal_denominator_`` was given, floor applied, to rounding (0 where ``r`` is 0)."""
     root = torch.where(r > 0, torch.reciprocal(r) - eps, torch.zeros_like(r)).clamp_(min=0)

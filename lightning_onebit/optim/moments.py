@@ -1,0 +1,131 @@
+"""What the Adam-like optimizers share: second moments that freeze into reciprocal denominators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.comm import Bucket, memory_order
+from lightning_onebit.optim.base import Coefficients, OnebitOptimizer, Phase
+from lightning_onebit.optim.options import CommonOptions, check_flag, check_integer, check_number
+from lightning_onebit.optim.rules import (
+    dense_adamw_,
+    floor_second_moment_,
+    reciprocal_denominator_,
+    second_moment_from_reciprocal,
+)
+
+
+class AdamMoments(OnebitOptimizer):
+    """Base of the optimizers whose second moments freeze; see ``OnebitAdam`` for the options."""
+
+    def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
+        for name in ("freeze_step", "var_freeze_step"):
+            check_integer(name, settings.get(name), least=1, optional=True)
+        check_flag("bias_correction", settings["bias_correction"])
+        check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
+        # by parameter index: number of updates the second moment has had when it froze (or was last refreshed)
+        self._variance_steps: dict[int, int] = {}
+        super().__init__(params, defaults, options, settings)
+
+    def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
+        dense_adamw_(
+            [self._weight(i) for i in members],
+            [self._grad(i) for i in members],
+            [self._moment("m", i) for i in members],
+            [self._moment("v", i) for i in members],
+            [self._t[i] for i in members],
+            lr=group["lr"],
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            bias_correction=self.settings["bias_correction"],
+        )
+
+    def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
+        b1 = [self._group(i)["betas"][0] for i in self._slots]
+        a = self._per_block(bucket, b1)[lo:hi]
+        b = self._per_block(bucket, [(1.0 - beta) * self._grad_scale for beta in b1])[lo:hi]
+        return Coefficients(a, self._momentum_of(bucket, lo, hi), b)
+
+    def _enter_compressed(self) -> None:
+        """Inverts the denominators once; v gives its memory to them."""
+        v = self._flat.pop("v")
+        for i in self._slots:
+            self._variance_steps.setdefault(i, self._t[i])
+        self._invert(v, v)
+        self._flat["r"] = v
+
+    def _invert(self, v: Tensor, out: Tensor) -> None:
+        """Reciprocal denominators of all compressed parameters (flats over all blocks; may be the same)."""
+        for slot in range(len(self._slots)):
+            self._invert_slot(slot, v, out)
+
+    def _invert_slot(self, slot: int, v: Tensor, out: Tensor) -> None:
+        i = self._slots[slot]
+        reciprocal_denominator_(
+            self._part(v, slot),
+            self._part(out, slot),
+            phi=self.settings["denominator_floor"],
+            eps=self._group(i)["eps"],
+            correction=self._second_correction(i),
+        )
+
+    def _floored(self, v: Tensor) -> None:
+        """Applies the denominator rule's floor to second moments (flat over all blocks) in place."""
+        for slot in range(len(self._slots)):
+            floor_second_moment_(self._part(v, slot), phi=self.settings["denominator_floor"])
+
+    def _first_correction(self, index: int, ahead: int = 0) -> float:
+        """``1 - b1**t``, or 1 without bias correction; ``ahead=1`` before the step has been counted."""
+        if not self.settings["bias_correction"]:
+            return 1.0
+        return 1.0 - self._group(index)["betas"][0] ** max(1, self._t[index] + ahead)
+
+    def _second_correction(self, index: int) -> float:
+        """``1 - b2**k`` with k the updates that v has had, or 1 without bias correction."""
+        if not self.settings["bias_correction"]:
+            return 1.0
+        return 1.0 - self._group(index)["betas"][1] ** max(1, self._variance_steps[index])
+
+    # ----- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:
+        yield from super()._saved_arenas()
+        if "r" not in self._flat:
+            return
+        r = self._flat["r"]
+        yield "reciprocal_denominator", r
+        if "v" in self._flat:
+            return
+        # For others (plain AdamW, another world): the floored moments. A plain Adam that went on with v = 0 under a
+        # momentum that holds compression noise would explode.
+        v = torch.zeros_like(r)
+        for slot, i in enumerate(self._slots):
+            part = self._part(r, slot)
+            moments = second_moment_from_reciprocal(
+                part, eps=self._group(i)["eps"], correction=self._second_correction(i)
+            )
+            self._part(v, slot).copy_(moments)
+        yield "exp_avg_sq", v
+
+    def _books(self) -> dict[str, Any]:
+        return {**super()._books(), "variance_steps": dict(self._variance_steps)}
+
+    def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
+        self._variance_steps = {int(i): int(k) for i, k in books.get("variance_steps", {}).items()}
+        super()._load_phase(phase, books, saved)
+        # exact, where v from the checkpoint is exact only to rounding
+        self._load_arena("r", "reciprocal_denominator", saved)
+
+    def _load_arena(self, name: str, key: str, saved: dict[int, dict[str, Tensor]]) -> None:
+        """Copies per-parameter tensors of a checkpoint into an arena, if both are there."""
+        if name not in self._flat:
+            return
+        for i, state in saved.items():
+            if key in state and i in self._slot_of:
+                like = torch.empty_like(self._params[i], dtype=torch.float32).copy_(state[key])
+                self._part(self._flat[name], self._slot_of[i]).copy_(memory_order(like))

@@ -1,0 +1,177 @@
+"""Schedules of 0/1 Adam: when the variance is refreshed and when ranks synchronise. Objects with state, saved in checkpoints."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+from lightning_onebit.optim.options import check_integer
+
+
+@dataclass
+class VariancePolicy:
+    """Steps ``T_v`` at which the variance is refreshed by a dense round.
+
+    The gap between the j-th and (j+1)-th refresh (j = 0, 1, ...) is ``2**floor(j / scaler)``; the first refresh is at t = 1. With the
+    default scaler 16, t = 1 .. 17 all refresh. Source: "0/1 Adam", arXiv 2202.06009, section 6.
+
+    Attributes:
+        scaler: refreshes after which the gap doubles (``var_update_scaler``).
+        done: refreshes so far.
+        next_step: step of the next refresh.
+    """
+
+    scaler: int = 16
+    done: int = 0
+    next_step: int = 1
+
+    def due(self, step: int) -> bool:
+        """Whether step ``step`` (1, 2, ...) is a refresh."""
+        return step >= self.next_step
+
+    def record(self, step: int) -> None:
+        """Says that ``step`` was a refresh."""
+        self.next_step = step + 2 ** (self.done // self.scaler)
+        self.done += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``; the scaler stays what this run was given."""
+        self.done, self.next_step = state["done"], state["next_step"]
+
+
+class SyncPolicy(Protocol):
+    """Steps ``T_u`` at which ranks synchronise after the variance freeze."""
+
+    def gap(self, step: int, lr: float) -> int:
+        """Gap that holds at ``step``."""
+        ...
+
+    def start(self, step: int, lr: float) -> None:
+        """Says that the variance froze after ``step``, at learning rate ``lr``."""
+        ...
+
+    def due(self, step: int, lr: float) -> bool:
+        """Whether ``step`` synchronises."""
+        ...
+
+    def record(self, synchronised: bool) -> None:
+        """Says that a step was made."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``."""
+        ...
+
+
+@dataclass
+class _SyncBase:
+    """Steps since the last synchronisation; subclasses say how long the gap may grow.
+
+    Attributes:
+        clipper: largest gap (``local_step_clipper``).
+        frozen_at: last step before the local steps.
+        frozen_lr: learning rate then.
+        since: steps since the last synchronisation.
+    """
+
+    clipper: int = 16
+    frozen_at: int = 0
+    frozen_lr: float = 0.0
+    since: int = 0
+
+    def gap(self, step: int, lr: float) -> int:
+        raise AssertionError("abstract")
+
+    def start(self, step: int, lr: float) -> None:
+        self.frozen_at, self.frozen_lr, self.since = step, lr, 0
+
+    def due(self, step: int, lr: float) -> bool:
+        return self.since + 1 >= self.gap(step, lr)
+
+    def record(self, synchronised: bool) -> None:
+        self.since = 0 if synchronised else self.since + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"frozen_at": self.frozen_at, "frozen_lr": self.frozen_lr, "since": self.since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.frozen_at, self.frozen_lr, self.since = state["frozen_at"], state["frozen_lr"], state["since"]
+
+
+@dataclass
+class IntervalPolicy(_SyncBase):
+    """``gap(t) = min(clipper, 2**floor((t - frozen_at - 1) / scaler))``.
+
+    Attributes:
+        scaler: steps after which the gap doubles (``local_step_scaler``).
+    """
+
+    scaler: int = 32768
+
+    def gap(self, step: int, lr: float) -> int:
+        """See the class."""
+        doublings = max(0, step - self.frozen_at - 1) // self.scaler
+        return min(self.clipper, 2 ** min(doublings, 30))
+
+
+@dataclass
+class LearningRatePolicy(_SyncBase):
+    """The gap doubles each time lr has halved since the freeze: ``gap = min(clipper, 2**floor(log2(frozen_lr / lr)))``, at least 1."""
+
+    def gap(self, step: int, lr: float) -> int:
+        """See the class; an lr of 0 gives the largest gap."""
+        if lr <= 0:
+            return self.clipper
+        if self.frozen_lr <= lr:
+            return 1
+        # the small margin keeps a schedule that halves exactly from missing its own power of two by rounding
+        return min(self.clipper, 2 ** min(30, math.floor(math.log2(self.frozen_lr / lr) + 1e-9)))
+
+
+LOCAL_STEP_POLICIES = ("interval", "learning_rate")
+
+
+def make_sync_policy(name: str, *, scaler: int, clipper: int) -> _SyncBase:
+    """The synchronisation policy called ``name`` (``local_step_policy``)."""
+    check_integer("local_step_scaler", scaler, least=1)
+    check_integer("local_step_clipper", clipper, least=1)
+    return IntervalPolicy(clipper, scaler=scaler) if name == "interval" else LearningRatePolicy(clipper)
+
+
+def replay_schedule(steps: int, *, var_freeze_step: int, var_update_scaler: int, policy: SyncPolicy) -> dict[str, int]:
+    """Counts the rounds of a run without running it (constant lr).
+
+    Args:
+        steps: real steps of the run.
+        var_freeze_step: last step at which the variance may be refreshed.
+        var_update_scaler: see ``VariancePolicy``.
+        policy: synchronisation policy, fresh.
+
+    Returns:
+        ``{"dense": refreshes, "one_bit": one-bit rounds, "silent": steps without a data round}``.
+    """
+    variance = VariancePolicy(var_update_scaler)
+    counts = {"dense": 0, "one_bit": 0, "silent": 0}
+    for step in range(1, steps + 1):
+        if step <= var_freeze_step:
+            if variance.due(step):
+                variance.record(step)
+                counts["dense"] += 1
+            else:
+                counts["one_bit"] += 1
+            if step == var_freeze_step:
+                policy.start(step, 1.0)
+            continue
+        due = policy.due(step, 1.0)
+        policy.record(due)
+        counts["one_bit" if due else "silent"] += 1
+    return counts

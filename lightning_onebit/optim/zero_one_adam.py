@@ -1,0 +1,434 @@
+"""0/1 Adam."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_onebit.comm import Bucket
+from lightning_onebit.kernels import Packed
+from lightning_onebit.optim.base import Coefficients, Phase
+from lightning_onebit.optim.moments import AdamMoments
+from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
+from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy, make_sync_policy
+
+
+class ZeroOneAdam(AdamMoments):
+    r"""0/1 Adam: one-bit rounds from the start, a variance refreshed ever more rarely, then local steps.
+
+    With ``lr_t = lr / (1-b1^t)``::
+
+        t a refresh (T_v):      g = mean_i g_i ; m, v as in Adam ; x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
+        other t <= var_freeze:  ubar = exchange(lr_t*(b1 m + (1-b1) g_i)) ; m = ubar/lr_t ; x -= lr*wd*x + ubar/(sqrt(vhat)+eps)
+        t > var_freeze (local): m_i = b1 m_i + (1-b1) g_i ; u_i += lr_t*m_i ; S += lr_t
+                                x_i -= lr*wd*x_i + lr_t*m_i/(sqrt(vhat)+eps) ; anchor -= lr*wd*anchor
+        ... a synchronisation:  ubar = exchange(u_i) ; m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u = S = 0
+
+    Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
+
+    Between synchronisations replicas differ on purpose; ``consensus()`` shows the model that all ranks share. A group whose lr is 0
+    at a step is left alone in it; when all are 0 at a step that must synchronise, the step is a dense round that does not touch v.
+    The small control round is made at every step, silent ones included, so that skipping and clipping stay in lockstep.
+
+    Args:
+        params: parameters or parameter groups (see ``OnebitAdam``).
+        lr: learning rate.
+        betas: decay of the first and second moment.
+        eps: added to the denominator.
+        weight_decay: decoupled weight decay.
+        var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
+        var_update_scaler: refreshes after which the gap between refreshes doubles.
+        local_step_scaler: steps after which the gap between synchronisations doubles (policy ``"interval"``).
+        local_step_clipper: largest gap between synchronisations; 1: no local steps, and no memory for them.
+        local_step_policy: ``"interval"``, or ``"learning_rate"`` (the gap doubles each time lr has halved since the freeze).
+        bias_correction: as in ``OnebitAdam``.
+        block_size: as in ``OnebitAdam``, like the options after it.
+        max_grad_norm: see ``OnebitAdam``.
+        denominator_floor: see ``OnebitAdam``.
+        process_group: see ``OnebitAdam``.
+        force_compression: see ``OnebitAdam``.
+        bucket_mb: see ``OnebitAdam``.
+        max_consecutive_skips: see ``OnebitAdam``.
+        kernels: see ``OnebitAdam``.
+        timeout: see ``OnebitAdam``.
+
+    Raises:
+        TypeError: an option or parameter of the wrong type.
+        ValueError: an option out of range.
+
+    Example:
+        >>> optimizer = ZeroOneAdam(model.parameters(), lr=4e-4, var_freeze_step=12_500)
+    """
+
+    algorithm = "zero_one_adam"
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        var_freeze_step: int | None = None,
+        var_update_scaler: int = 16,
+        local_step_scaler: int = 32768,
+        local_step_clipper: int = 16,
+        local_step_policy: str = "interval",
+        bias_correction: bool = True,
+        block_size: int = 2048,
+        max_grad_norm: float | None = None,
+        denominator_floor: float = 0.01,
+        process_group: dist.ProcessGroup | None = None,
+        force_compression: bool = False,
+        bucket_mb: float = 16.0,
+        max_consecutive_skips: int = 100,
+        kernels: str = "auto",
+        timeout: float = 1800.0,
+    ) -> None:
+        check_integer("var_update_scaler", var_update_scaler, least=1)
+        check_choice("local_step_policy", local_step_policy, LOCAL_STEP_POLICIES)
+        if local_step_policy != "interval" and local_step_scaler != 32768:
+            raise ValueError(
+                f"local_step_scaler={local_step_scaler} has no effect with local_step_policy={local_step_policy!r}; leave it out"
+            )
+        self.variance_policy = VariancePolicy(var_update_scaler)
+        self.sync_policy = make_sync_policy(local_step_policy, scaler=local_step_scaler, clipper=local_step_clipper)
+        # by slot: sum of lr_t since the last synchronisation
+        self._travelled: list[float] = []
+        self._anchored = False
+        self._exchanging_local = False
+        super().__init__(
+            params,
+            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
+            CommonOptions(
+                block_size=block_size,
+                max_grad_norm=max_grad_norm,
+                process_group=process_group,
+                force_compression=force_compression,
+                bucket_mb=bucket_mb,
+                max_consecutive_skips=max_consecutive_skips,
+                kernels=kernels,
+                timeout=timeout,
+            ),
+            {
+                "var_freeze_step": var_freeze_step,
+                "bias_correction": bias_correction,
+                "denominator_floor": denominator_floor,
+                "var_update_scaler": var_update_scaler,
+                "local_step_scaler": local_step_scaler,
+                "local_step_clipper": local_step_clipper,
+                "local_step_policy": local_step_policy,
+            },
+        )
+
+    # ----- what users see ---------------------------------------------------------------------------------------------
+
+    @property
+    def freeze_step(self) -> int | None:
+        """``var_freeze_step``: last step that may refresh the variance."""
+        return self.settings["var_freeze_step"]
+
+    @property
+    def mid_local(self) -> bool:
+        """Whether replicas differ now: local steps have been taken since the last synchronisation."""
+        return self._phase is Phase.LOCAL and self.sync_policy.since > 0
+
+    @contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Shows the model that all ranks share while the context lasts: the weights of the last synchronisation, decayed since.
+
+        No communication; outside of local steps it does nothing. Training continues as if nobody had looked. Do not step inside.
+        """
+        swapped = self.mid_local
+        if swapped:
+            self._swap_anchor()
+        try:
+            yield
+        finally:
+            if swapped:
+                self._swap_anchor()
+
+    @torch.no_grad()
+    def _swap_anchor(self) -> None:
+        for slot, i in enumerate(self._slots):
+            anchor = self._known_plan().view(self._flat["anchor"], slot, self._params[i])
+            weight = self._weight(i)
+            held = weight.clone()
+            weight.copy_(anchor)
+            anchor.copy_(held)
+        self._publish(self._slots)
+
+    # ----- schedule ---------------------------------------------------------------------------------------------------
+
+    def _wants_dense(self) -> bool:
+        if self._phase is Phase.WARMUP and self.variance_policy.due(self._steps + 1):
+            return True
+        # at lr = 0 a one-bit round has no units to be sent in
+        return all(g["lr"] == 0 for g in self.param_groups if g["compress"]) and not any(self._travelled)
+
+    def _schedule_lr(self) -> float:
+        return float(self.param_groups[0]["lr"])
+
+    def _may_be_dense(self) -> bool:
+        return True  # refreshes before the freeze, and steps at lr = 0 after it
+
+    def _advance(self) -> None:
+        if self._phase is Phase.WARMUP and self.freeze_step is not None and self._steps >= self.freeze_step:
+            self._freeze_now()
+
+    def _freeze_now(self) -> None:
+        self._phase = Phase.LOCAL
+        self._decision = None
+        self.sync_policy.start(self._steps, self._schedule_lr())
+        if self.compresses and self._plan is not None:
+            self._start_compression()
+
+    # ----- dense rounds -----------------------------------------------------------------------------------------------
+
+    def _step_dense(self, active: list[int]) -> None:
+        if not self.compresses:
+            super()._step_dense(active)
+            return
+        step = self._steps + 1
+        planned = [i for i in active if i in self._slot_of]
+        if self.next_step_is_dense:
+            self._hold_momentum_flat()
+            if self._phase is Phase.WARMUP and self.variance_policy.due(step):
+                super()._step_dense(planned)
+                self._refreshed(planned, step)
+            else:
+                self._step_without_variance(planned)
+        super()._step_dense([i for i in active if i not in self._slot_of])
+
+    def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
+        """Adam, except that denominators obey the floor once m holds compression noise."""
+        noisy = [i for i in members if i in self._slot_of and self._worker_residual is not None]
+        super()._dense_update(group, [i for i in members if i not in noisy])
+        if not noisy:
+            return
+        b1, b2 = group["betas"]
+        for i in noisy:
+            grad, m, v, x = self._grad(i).float(), self._moment("m", i), self._moment("v", i), self._weight(i)
+            m.lerp_(grad, 1 - b1)
+            v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
+            self._variance_steps[i] = self._variance_steps.get(i, 0) + 1
+            self._invert_slot(self._slot_of[i], self._flat["v"], self._flat["r"])
+            lr_t = group["lr"] / self._first_correction(i, ahead=1)
+            x.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(m, self._moment("r", i), value=-lr_t)
+
+    def _refreshed(self, planned: list[int], step: int) -> None:
+        """Keeps the number of updates of v, and the reciprocal denominators if the next steps need them."""
+        if self._worker_residual is None:
+            for i in planned:
+                self._variance_steps[i] = self._variance_steps.get(i, 0) + 1
+        self.variance_policy.record(step)
+        if self._worker_residual is None and not self.variance_policy.due(step + 1):
+            self._prepare_one_bit()
+
+    def _step_without_variance(self, planned: list[int]) -> None:
+        """A dense round at lr = 0: momenta of all ranks meet again, v is not touched and x does not move."""
+        for i in planned:
+            self._moment("m", i).lerp_(self._grad(i).float(), 1 - self._group(i)["betas"][0])
+            self._t[i] += 1
+        self._anchored = False
+        if self._phase is Phase.LOCAL:
+            self._record_round(synchronised=True)
+
+    def _prepare_one_bit(self) -> None:
+        """Allocates what one-bit rounds need: residuals and reciprocal denominators."""
+        if "r" not in self._flat:
+            self._flat["r"] = torch.zeros_like(self._flat["v"])
+            for i in self._slots:
+                self._variance_steps.setdefault(i, max(1, self._t[i]))
+            self._invert(self._flat["v"], self._flat["r"])
+        self._allocate_residuals()
+
+    def _enter_compressed(self) -> None:
+        self._prepare_one_bit()
+        self._flat.pop("v", None)
+
+    def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        super()._layout(kept)
+        self._travelled = [0.0] * len(self._slots)
+
+    # ----- one-bit rounds and local steps -----------------------------------------------------------------------------
+
+    def _step_compressed(self) -> None:
+        self._prepare_one_bit()
+        # a group at lr = 0 is left alone: what it would exchange has no units
+        for i in self._slots:
+            self._active[i] = self._active[i] and self._group(i)["lr"] > 0
+        step, lr = self._steps + 1, self._schedule_lr()
+        local = self._phase is Phase.LOCAL and (self.sync_policy.since > 0 or self.sync_policy.gap(step, lr) > 1)
+        synchronised = not local or self.sync_policy.due(step, lr)
+        if local:
+            self._local_round(synchronised)
+        else:
+            self._hold_momentum_by_bucket()
+            super()._step_compressed()
+            self._anchored = False
+        if self._phase is Phase.LOCAL:
+            self._record_round(synchronised)
+
+    def _record_round(self, synchronised: bool) -> None:
+        self.sync_policy.record(synchronised)
+        if synchronised:
+            self._travelled = [0.0] * len(self._slots)
+
+    def _local_round(self, synchronise: bool) -> None:
+        self._hold_momentum_flat()
+        self._anchor_here()
+        stepped = [i for i in self._slots if self._active[i]]
+        for i in stepped:
+            self._t[i] += 1
+            self._travelled[self._slot_of[i]] += self._lr_t(i)
+        with self.ledger.compressing():
+            for bucket in self._buckets():
+                self._kernels.local_step(
+                    bucket,
+                    self._bind_weights(bucket),
+                    self._bind_grads(bucket),
+                    bucket.slice(self._flat["m"]),
+                    bucket.slice(self._flat["u"]),
+                    bucket.slice(self._flat["r"]),
+                    bucket.slice(self._flat["anchor"]),
+                    self._local_factors(bucket),
+                )
+        dense = [i for i in self._dense if self._active[i]]
+        if synchronise:
+            # whoever has travelled takes part, whether or not this last step had a gradient
+            for slot, i in enumerate(self._slots):
+                self._active[i] = self._travelled[slot] > 0
+            self._exchanging_local = True
+            try:
+                self._exchange_active()
+            finally:
+                self._exchanging_local = False
+        self._publish([i for i in self._slots if self._active[i] or i in stepped])
+        super()._step_dense(dense)
+
+    def _anchor_here(self) -> None:
+        """Makes sure that ``u`` and the anchor exist, and that the anchor is the model of the last synchronisation."""
+        if "anchor" not in self._flat:
+            self._flat["u"] = torch.zeros(self._known_plan().elements, device=self._device)
+            self._flat["anchor"] = torch.zeros_like(self._flat["u"])
+            self._anchored = False
+        if not self._anchored:
+            for slot, i in enumerate(self._slots):
+                self._known_plan().view(self._flat["anchor"], slot, self._params[i]).copy_(self._weight(i))
+            self._anchored = True
+
+    def _local_factors(self, bucket: Bucket) -> Tensor:
+        groups = [self._group(i) for i in self._slots]
+        rows = (
+            [g["betas"][0] for g in groups],
+            [(1.0 - g["betas"][0]) * self._grad_scale for g in groups],
+            [self._lr_t(i) for i in self._slots],
+            [1.0 - g["lr"] * g["weight_decay"] for g in groups],
+        )
+        return torch.stack([self._per_block(bucket, row) for row in rows])
+
+    def _lr_t(self, index: int) -> float:
+        return float(self._group(index)["lr"] / self._first_correction(index))
+
+    def _contribution(self, bucket: Bucket) -> Tensor | list[Tensor | None]:
+        """Gradients, or at a synchronisation of local steps the accumulated update itself."""
+        return bucket.slice(self._flat["u"]) if self._exchanging_local else super()._contribution(bucket)
+
+    def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
+        if self._exchanging_local:
+            return Coefficients(None, None, torch.ones(hi - lo, device=self._device))
+        b1 = [self._group(i)["betas"][0] for i in self._slots]
+        lr_t = [self._lr_t(i) for i in self._slots]
+        a = self._per_block(bucket, [lr * beta for lr, beta in zip(lr_t, b1, strict=True)])[lo:hi]
+        b = self._per_block(
+            bucket, [lr * (1.0 - beta) * self._grad_scale for lr, beta in zip(lr_t, b1, strict=True)]
+        )
+        return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi])
+
+    def _apply(self, bucket: Bucket, packed: Packed) -> None:
+        ones = torch.ones(bucket.blocks, device=self._device)
+        r = bucket.slice(self._flat["r"])
+        if not self._exchanging_local:
+            groups = [self._group(i) for i in self._slots]
+            decay = self._per_block(bucket, [1.0 - g["lr"] * g["weight_decay"] for g in groups])
+            self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, ones)
+            self._rescale(bucket, packed, [self._lr_t(i) for i in self._slots])
+            return
+        anchor = bucket.slice(self._flat["anchor"])
+        views = [anchor[s.block * bucket.block_size : s.block * bucket.block_size + s.numel] for s in bucket.spans]
+        moving = [v if self._active[self._slots[s.param]] else None for v, s in zip(views, bucket.spans, strict=True)]
+        self._kernels.apply_adam(bucket, moving, packed, r, ones, ones)
+        self._kernels.scatter(bucket, anchor, self._bind_weights(bucket))
+        self._rescale(bucket, packed, self._travelled)
+        momentum, u = bucket.slice(self._flat["m"]), bucket.slice(self._flat["u"])
+        idle = torch.tensor([not self._active[i] for i in self._slots], device=self._device)[bucket.block_param]
+        kept = momentum.view(-1, bucket.block_size)[idle]
+        self._kernels.unpack(packed, bucket.lengths, momentum)
+        momentum.view(-1, bucket.block_size)[idle] = kept
+        u.zero_()
+
+    def _rescale(self, bucket: Bucket, packed: Packed, units: list[float]) -> None:
+        """From updates to momentum: ``m = ubar / units`` (per slot; 0 leaves a slot that takes no part)."""
+        factors = self._per_block(bucket, [1.0 / unit if unit > 0 else 1.0 for unit in units])
+        packed.scales.mul_(factors.view(packed.rows, packed.blocks_per_row))
+
+    def finish(self, bucket: Bucket, gathered: Tensor) -> None:
+        """See the base; after local steps the momentum stays an fp32 arena."""
+        if not self._exchanging_local:
+            super().finish(bucket, gathered)
+            return
+        packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
+        self._apply(bucket, packed)
+        if guard := self._protected.get(bucket.index):
+            guard.restore(packed)
+
+    # ----- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _books(self) -> dict[str, Any]:
+        return {
+            **super()._books(),
+            "variance_policy": self.variance_policy.state_dict(),
+            "sync_policy": self.sync_policy.state_dict(),
+            "travelled": list(self._travelled),
+        }
+
+    def _rank_state(self) -> dict[str, Tensor]:
+        state = super()._rank_state()
+        if self.mid_local:
+            weights = torch.zeros_like(self._flat["u"])
+            for slot, i in enumerate(self._slots):
+                self._known_plan().view(weights, slot, self._params[i]).copy_(self._weight(i))
+            state |= {"local_momentum": self._flat["m"], "local_update": self._flat["u"], "local_weights": weights}
+        return state
+
+    def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
+        """Besides residuals: the weights as loaded are the anchor, this rank's own weights and momentum lie beside them."""
+        super()._load_rank_state(tensors)
+        if "local_update" not in tensors:
+            return
+        self._hold_momentum_flat()
+        self._anchor_here()
+        self._flat["m"].copy_(tensors["local_momentum"])
+        self._flat["u"].copy_(tensors["local_update"])
+        for slot, i in enumerate(self._slots):
+            self._weight(i).copy_(self._known_plan().view(tensors["local_weights"], slot, self._params[i]))
+        self._publish(self._slots)
+
+    def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
+        self._anchored = False
+        if books:
+            self.variance_policy.load_state_dict(books["variance_policy"])
+            self.sync_policy.load_state_dict(books["sync_policy"])
+            if len(books["travelled"]) == len(self._slots):
+                self._travelled = list(books["travelled"])
+        super()._load_phase(phase, books, saved)
+        if phase is Phase.WARMUP and self.compresses and any("reciprocal_denominator" in s for s in saved.values()):
+            self._prepare_one_bit()
+            self._load_arena("r", "reciprocal_denominator", saved)
