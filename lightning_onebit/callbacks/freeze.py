@@ -239,13 +239,14 @@ class VarianceFreezeMixin:
         """Refuses a Trainer of the other Lightning tree and a strategy that compresses nothing."""
         if stage == "fit":
             check_trainer(self, trainer)
-            others = [
-                other for other in trainer.callbacks if isinstance(other, VarianceFreezeMixin) and other is not self
-            ]
-            if others:
+            # One of the other tree is not known to the strategy, which then adds its default: name the cause, not the effect.
+            freezes = [callback for callback in trainer.callbacks if isinstance(callback, VarianceFreezeMixin)]
+            for callback in freezes:
+                check_trainer(callback, trainer)
+            if len(freezes) > 1:
                 raise misconfiguration(
                     trainer,
-                    f"{len(others) + 1} VarianceFreeze callbacks are set, which would contradict each other: keep one.",
+                    f"{len(freezes)} VarianceFreeze callbacks are set, which would contradict each other: keep one.",
                 )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

@@ -1,0 +1,442 @@
+"""The callbacks in real fits: two processes, both Lightning trees, loggers, resume, several optimizers, refusals."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import os
+import subprocess
+import sys
+import textwrap
+import traceback
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+TREES = ["lightning.pytorch", "pytorch_lightning"]
+BATCHES = 12
+
+
+def _namespace(package: str) -> SimpleNamespace:
+    pl = importlib.import_module(package)
+    bound = importlib.import_module(
+        "lightning_onebit.lightning" if package == "lightning.pytorch" else "lightning_onebit.pytorch_lightning"
+    )
+    loggers = importlib.import_module(f"{package}.loggers")
+    return SimpleNamespace(pl=pl, ob=bound, loggers=loggers, package=package)
+
+
+def _as_rank_of_a_launched_job(rank: int, world: int) -> None:
+    """What torchrun would have set: Lightning then starts no processes and uses the process group that is there."""
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        GROUP_RANK="0",
+        WORLD_SIZE=str(world),
+        LOCAL_WORLD_SIZE=str(world),
+        TORCHELASTIC_RUN_ID="test",
+        TORCHELASTIC_RESTART_COUNT="0",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="29500",
+    )
+
+
+def _model(ns: SimpleNamespace, **options: Any) -> Any:
+    from lightning_onebit import OnebitAdam
+
+    class Model(ns.pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Tanh(), torch.nn.Linear(64, 4))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            return torch.nn.functional.cross_entropy(self.net(x), y)
+
+        def configure_optimizers(self) -> Any:
+            return OnebitAdam(self.parameters(), lr=1e-2, kernels="reference", **options)
+
+    return Model()
+
+
+def _two_optimizers(ns: SimpleNamespace) -> Any:
+    from lightning_onebit import OnebitAdam
+
+    class Model(ns.pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = False
+            self.first, self.second = torch.nn.Linear(32, 64), torch.nn.Linear(64, 4)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            for optimizer in self.optimizers():
+                loss = torch.nn.functional.cross_entropy(self.second(self.first(x)), y)
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            return [OnebitAdam(part.parameters(), kernels="reference") for part in (self.first, self.second)]
+
+    return Model()
+
+
+def _loader(batches: int = BATCHES) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2 * 4 * batches, 32, generator=generator)
+    return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x[:, :4].argmax(1)), batch_size=4)
+
+
+def _trainer(ns: SimpleNamespace, callbacks: list[Any], **options: Any) -> Any:
+    defaults = {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": ns.ob.OnebitStrategy(),
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+    }
+    return ns.pl.Trainer(**{**defaults, **options}, callbacks=callbacks)
+
+
+class _Said:
+    """Collects the info lines of the callbacks."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        for name in ("freeze", "stats"):
+            module = importlib.import_module(f"lightning_onebit.callbacks.{name}")
+            module.rank_zero_info = self.lines.append  # type: ignore[attr-defined]
+
+
+def _counts(trainer: Any) -> list[tuple[int, int]]:
+    return [(o.ledger.dense_steps, o.ledger.compressed_steps) for o in trainer.optimizers]
+
+
+# ------------------------------------------------------------------------------------------------------------- scenarios
+
+
+def _fixed(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    """A fraction with a CSV and a TensorBoard logger, a checkpoint, statistics and the replica check."""
+    said = _Said()
+    callbacks = [
+        ns.ob.VarianceFreeze(fraction=0.25),
+        ns.ob.CompressionStats(1, sign_agreement_every_n_steps=1, figure=True),
+        ns.ob.ReplicaConsistency(every_n_steps=3),
+    ]
+    loggers = [ns.loggers.CSVLogger(directory, name="csv"), ns.loggers.TensorBoardLogger(directory, name="tb")]
+    trainer = _trainer(
+        ns, callbacks, logger=loggers, log_every_n_steps=2, enable_checkpointing=True, default_root_dir=directory
+    )
+    trainer.fit(_model(ns), _loader())
+    optimizer = trainer.optimizers[0]
+    return {
+        "counts": _counts(trainer),
+        "said": said.lines,
+        "total": vars(optimizer.ledger.total).copy(),
+        "metrics": {name: float(value) for name, value in trainer.callback_metrics.items()},
+        "checkpoint": trainer.checkpoint_callback.best_model_path,
+        "log_dir": trainer.log_dir,
+    }
+
+
+def _accumulated(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    _Said()
+    trainer = _trainer(ns, [ns.ob.VarianceFreeze(fraction=0.5), ns.ob.CompressionStats()], accumulate_grad_batches=2)
+    trainer.fit(_model(ns), _loader())
+    return _counts(trainer)
+
+
+def _auto(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    said = _Said()
+    trainer = _trainer(ns, [ns.ob.VarianceFreeze(mode="auto", max_fraction=0.9, threshold=0.8)], max_epochs=4)
+    trainer.fit(_model(ns, betas=(0.9, 0.9)), _loader())
+    return {"counts": _counts(trainer), "said": said.lines}
+
+
+def _default(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    _Said()
+    trainer = _trainer(ns, [])
+    trainer.fit(_model(ns), _loader(10))
+    first = _counts(trainer)
+    # A second fit of the same Trainer makes a new optimizer, for which ten more batches are planned.
+    trainer.fit_loop.max_epochs = 2
+    trainer.fit(_model(ns), _loader(10))
+    return first, _counts(trainer)
+
+
+def _several(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    said = _Said()
+    callbacks = [ns.ob.VarianceFreeze(step=3), ns.ob.CompressionStats(1), ns.ob.ReplicaConsistency(4)]
+    trainer = _trainer(ns, callbacks)
+    trainer.fit(_two_optimizers(ns), _loader(6))
+    return {"counts": _counts(trainer), "said": said.lines, "names": sorted(trainer.callback_metrics)}
+
+
+def _resumed(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    """A run that saves after 5 of its 12 steps, while the automatic rule still collects its history, and one from there."""
+    said = _Said()
+    checkpoints = importlib.import_module(f"{ns.package}.callbacks").ModelCheckpoint
+
+    def fit(ckpt_path: str | None) -> Any:
+        callbacks = [
+            ns.ob.VarianceFreeze(mode="auto", max_step=11, threshold=0.5),
+            checkpoints(directory, "{step}", every_n_train_steps=5, save_top_k=-1),
+        ]
+        trainer = _trainer(ns, callbacks, enable_checkpointing=True)
+        trainer.fit(_model(ns, betas=(0.9, 0.75)), _loader(), ckpt_path=ckpt_path)
+        return _counts(trainer)
+
+    whole = fit(None)
+    path = os.path.join(directory, "step=5.ckpt")
+    kept = torch.load(path, weights_only=True)["callbacks"]["VarianceFreeze"]["optimizers"]
+    rest = fit(path)
+    return {
+        "whole": whole,
+        "rest": rest,
+        "kept": kept,
+        "switches": [line for line in said.lines if "freezes its variance" in line],
+    }
+
+
+def _spoiled(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    class Spoil(ns.pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if trainer.global_step == 5 and rank == 1:
+                with torch.no_grad():
+                    pl_module.net[2].bias[0] += 1e-7
+
+    trainer = _trainer(ns, [Spoil(), ns.ob.VarianceFreeze(step=2), ns.ob.ReplicaConsistency(every_n_steps=4)])
+    try:
+        trainer.fit(_model(ns), _loader())
+    except RuntimeError as error:
+        return trainer.global_step, str(error)
+    return None
+
+
+def _refused(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    """Misuse that must end in a clear error before a step is made."""
+    endless = torch.utils.data.DataLoader(_Endless(), batch_size=4)
+    cases = {
+        "conflict": (_model(ns, freeze_step=3), [ns.ob.VarianceFreeze(step=5)], {}, None),
+        "endless": (_model(ns), [ns.ob.VarianceFreeze(fraction=0.2)], {"max_epochs": -1}, endless),
+        "endless_auto": (_model(ns), [ns.ob.VarianceFreeze(mode="auto")], {"max_epochs": -1}, endless),
+        "ddp_freeze": (_model(ns), [ns.ob.VarianceFreeze(step=5)], {"strategy": "ddp"}, None),
+        "ddp_stats": (_model(ns), [ns.ob.CompressionStats()], {"strategy": "ddp"}, None),
+    }
+    found = {}
+    for name, (model, callbacks, options, loader) in cases.items():
+        trainer = _trainer(ns, callbacks, **options)
+        try:
+            trainer.fit(model, _loader() if loader is None else loader)
+        except Exception as error:
+            found[name] = (type(error).__name__, traceback.format_exc(), trainer.global_step)
+    return found
+
+
+class _Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        while True:
+            yield torch.randn(32), 0
+
+
+_SCENARIOS = [_fixed, _accumulated, _auto, _default, _several, _resumed, _spoiled, _refused]
+
+
+def _all_scenarios(rank: int, world: int, package: str, directory: str) -> dict[str, Any]:
+    _as_rank_of_a_launched_job(rank, world)
+    ns = _namespace(package)
+    found = {}
+    for scenario in _SCENARIOS:
+        where = os.path.join(directory, scenario.__name__)
+        os.makedirs(where, exist_ok=True)
+        found[scenario.__name__] = scenario(ns, rank, where)
+    return found
+
+
+@pytest.fixture(scope="module", params=TREES)
+def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """All scenarios in one pair of processes per tree: importing Lightning costs more than the fits."""
+    pytest.importorskip(request.param)
+    return run_ranks(_all_scenarios, 2, request.param, str(tmp_path_factory.mktemp("fits")), timeout=150)
+
+
+# ----------------------------------------------------------------------------------------------------------------- tests
+
+
+def test_a_fraction_of_the_planned_steps_stays_dense_on_every_rank(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        assert result["_fixed"]["counts"] == [(3, 9)]
+
+
+def test_the_freeze_is_forecast_before_and_announced_at_the_switch(fits: list[dict[str, Any]]) -> None:
+    said = fits[0]["_fixed"]["said"]
+    assert "3 dense steps of 12 planned (w = 25.0%): 3.4x less is sent" in said[0]
+    assert ["freezes its variance" in line for line in said] == [False, True, False, False]
+
+
+def test_loggers_get_the_documented_names_at_lightnings_interval(fits: list[dict[str, Any]]) -> None:
+    from lightning_onebit.callbacks.stats import METRICS
+
+    result = fits[0]["_fixed"]
+    path = next(Path(result["log_dir"]).rglob("metrics.csv"))
+    with path.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["onebit/bytes_sent"]]
+    assert [int(row["step"]) for row in rows] == [1, 3, 5, 7, 9, 11]
+    assert [float(row["onebit/dense_step"]) for row in rows] == [1, 0, 0, 0, 0, 0]
+    assert float(rows[-1]["onebit/total_bytes_sent"]) == result["total"]["bytes_sent"]
+    assert float(rows[-1]["onebit/ratio"]) > 5 > 1.1 > float(rows[0]["onebit/ratio"])
+    logged = {name for name in rows[0] if name.startswith("onebit/")}
+    assert set(METRICS) - logged == {"onebit/bytes_intra", "onebit/bytes_inter"} and logged <= set(METRICS)
+    assert all(row["onebit/residual_ratio"] and row["onebit/sign_agreement"] for row in rows[1:])
+
+
+def test_tensorboard_gets_them_too(fits: list[dict[str, Any]]) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    result = fits[0]["_fixed"]
+    folder = next((Path(result["log_dir"]).parents[1] / "tb").iterdir())
+    events = accumulator.EventAccumulator(str(folder))
+    events.Reload()
+    values = events.Scalars("onebit/total_bytes_sent")
+    assert len(values) == 6 and values[-1].value == result["total"]["bytes_sent"]
+
+
+def test_callback_metrics_hold_the_last_step_for_checkpoint_monitors(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        metrics = result["_fixed"]["metrics"]
+        assert metrics["onebit/total_bytes_sent"] == result["_fixed"]["total"]["bytes_sent"]
+
+
+def test_table_and_figure_come_at_the_end(fits: list[dict[str, Any]]) -> None:
+    from lightning_onebit.callbacks.stats import format_bytes
+
+    result = fits[0]["_fixed"]
+    assert f"all ranks together sent {format_bytes(2 * result['total']['bytes_sent'])}" in result["said"][2]
+    assert (Path(result["log_dir"]) / "onebit_compression.png").read_bytes().startswith(b"\x89PNG")
+    assert "onebit_compression.png" in result["said"][3]
+
+
+def test_an_optimizer_step_over_several_batches_counts_once(fits: list[dict[str, Any]]) -> None:
+    assert [result["_accumulated"] for result in fits] == [[(3, 3)]] * 2
+
+
+def test_auto_freezes_by_the_rule_at_the_same_step_on_all_ranks(fits: list[dict[str, Any]]) -> None:
+    first, second = (result["_auto"]["counts"] for result in fits)
+    assert first == second
+    assert 10 < first[0][0] < 43, "later than a window, earlier than the maximum"
+    assert "the variance has settled" in fits[0]["_auto"]["said"][-1]
+
+
+def test_without_any_freeze_the_default_ends_the_warmup_in_every_fit(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        assert result["_default"] == ([(2, 8)], [(2, 8)])
+
+
+def test_several_optimizers_have_their_own_freeze_and_their_own_names(fits: list[dict[str, Any]]) -> None:
+    result = fits[0]["_several"]
+    assert result["counts"] == [(3, 3), (3, 3)]
+    assert "onebit/bytes_sent/0" in result["names"] and "onebit/bytes_sent/1" in result["names"]
+    assert sum("freezes its variance" in line for line in result["said"]) == 2
+
+
+def test_the_automatic_rule_goes_on_from_a_checkpoint(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        resumed = result["_resumed"]
+        assert resumed["whole"][0][0] > 5 and resumed["rest"] == resumed["whole"]
+        assert resumed["kept"][0]["norms"] and resumed["kept"][0]["seen"] == 5
+        assert len(resumed["switches"]) == 2 and all("has settled" in line for line in resumed["switches"])
+
+
+def test_a_spoiled_replica_stops_the_run_on_all_ranks_and_is_named(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        step, message = result["_spoiled"]
+        assert step == 8
+        assert "parameter 'net.2.bias' is the first of 1 (of 4)" in message
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("conflict", ["freeze_step=3", "VarianceFreeze(step=5)", "remove one"]),
+        ("endless", ["`fraction=0.2`", "unknown", "`step=`"]),
+        ("endless_auto", ["`max_fraction=0.2`", "unknown", "`max_step=`"]),
+        ("ddp_freeze", ["VarianceFreeze", "DDPStrategy", 'strategy="onebit_adam"']),
+        ("ddp_stats", ["CompressionStats", "DDPStrategy", 'strategy="onebit_adam"']),
+    ],
+)
+def test_misuse_is_refused_before_training(fits: list[dict[str, Any]], case: str, words: list[str]) -> None:
+    for result in fits:
+        name, message, step = result["_refused"][case]
+        assert (name, step) == ("MisconfigurationException", 0), message
+        for word in words:
+            assert word in message
+
+
+# ----------------------------------------------------------------------------------------------- trees, without any fit
+
+
+def _python(code: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("tree", TREES)
+@pytest.mark.parametrize("package_first", [False, True])
+def test_callbacks_are_those_of_the_tree_the_user_has_loaded(tree: str, package_first: bool) -> None:
+    pytest.importorskip(tree)
+    lines = ["import lightning_onebit as ob", f"import {tree} as pl"]
+    lines = lines if package_first else lines[::-1]
+    code = "\n".join(
+        [
+            *lines,
+            "names = ob.callbacks.__all__",
+            "assert all(issubclass(getattr(ob.callbacks, name), pl.Callback) for name in names)",
+            "assert set(names) <= set(dir(ob.callbacks))",
+            "assert ob.callbacks.VarianceFreeze(step=3).step == 3",
+            "import sys; others = {'lightning.pytorch', 'pytorch_lightning'} - {pl.__name__}",
+            "print(others & set(sys.modules))",
+        ]
+    )
+    assert _python(code).strip() == "set()", "the tree that is not used must not be imported"
+
+
+@pytest.mark.parametrize("name", ["VarianceFreeze(step=2)", "CompressionStats()", "ReplicaConsistency()"])
+@pytest.mark.parametrize("tree", TREES)
+def test_a_callback_of_the_wrong_tree_is_refused_with_the_right_import(tree: str, name: str) -> None:
+    for package in TREES:
+        pytest.importorskip(package)
+    ns = _namespace(tree)
+    other = _namespace(next(package for package in TREES if package != tree))
+    callback = eval(name, vars(other.ob))
+    trainer = ns.pl.Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=ns.ob.OnebitStrategy(),
+        callbacks=[callback],
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    kind = name.split("(")[0]
+    with pytest.raises(TypeError, match=rf"from {ns.ob.__name__} import {kind}"):
+        trainer.fit(_model(ns), _loader(2))
+
+
+def test_an_unknown_callback_name_is_an_attribute_error_that_lists_the_names() -> None:
+    callbacks = importlib.import_module("lightning_onebit.callbacks")
+    with pytest.raises(AttributeError, match=r"NoSuch.*CompressionStats, ReplicaConsistency, VarianceFreeze"):
+        _ = callbacks.NoSuch
