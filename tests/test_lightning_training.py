@@ -1,0 +1,399 @@
+"""Training through the Trainer on real ranks: what equals DDP, what is exchanged, what every rank ends up with."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import counting, run_ranks
+from lightning_support import (
+    differing,
+    enter,
+    loader,
+    make_module,
+    norm_net,
+    onebit,
+    plain_net,
+    quiet_trainer,
+    same_on_all_ranks,
+    strategy_class,
+)
+from torch import Tensor
+
+import lightning_onebit as ob
+
+
+def sgd(module: Any) -> Any:
+    return torch.optim.SGD([p for p in module.parameters() if p.requires_grad], lr=0.05, momentum=0.9)
+
+
+def adamw(module: Any) -> Any:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+class Recorder:
+    """Gradients as ``on_after_backward`` and clipping leave them, by name."""
+
+    def __init__(self) -> None:
+        self.after_backward: list[dict[str, Tensor]] = []
+        self.after_clipping: list[dict[str, Tensor]] = []
+
+    def methods(self) -> dict[str, Any]:
+        recorder = self
+
+        def grads(module: Any) -> dict[str, Tensor]:
+            return {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+
+        def on_after_backward(module: Any) -> None:
+            recorder.after_backward.append(grads(module))
+
+        def configure_gradient_clipping(module: Any, optimizer: Any, **kwargs: Any) -> None:
+            module.clip_gradients(optimizer, **kwargs)
+            recorder.after_clipping.append(grads(module))
+
+        return {"on_after_backward": on_after_backward, "configure_gradient_clipping": configure_gradient_clipping}
+
+
+# ----- nothing to compress ----------------------------------------------------------------------------------------------
+
+
+def train_as_ddp(rank: int, world: int, tree: str) -> list[str]:
+    pl = enter(rank, tree)
+    problems = []
+    settings: list[dict[str, Any]] = [
+        {"max_epochs": 2},
+        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},  # 4 batches: the last window is not full
+        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "check_val_every_n_epoch": 1},
+    ]
+    for configure in (sgd, adamw):
+        for kwargs in settings:
+            results = []
+            dense = strategy_class(tree)(other_optimizers="dense", convert_optimizers=False)
+            for strategy in ("ddp_find_unused_parameters_true", dense):
+                recorder = Recorder()
+                # every rank starts from other weights and buffers: rank 0's must win
+                module = make_module(pl, configure, norm_net, seed=rank, **recorder.methods())
+                module.net[1].running_mean.fill_(float(rank))
+                trainer = quiet_trainer(pl, strategy, **kwargs)
+                trainer.fit(module, loader(), loader(24, seed=4))
+                metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
+                results.append((module.state_dict(), metrics, recorder))
+            (state, metrics, grads), (our_state, our_metrics, our_grads) = results
+            problems += [f"{configure.__name__} {kwargs}: {name}" for name in differing(state, our_state)]
+            problems += [f"{configure.__name__} {kwargs}: {name}" for name in differing(metrics, our_metrics)]
+            for theirs, ours in zip(grads.after_backward, our_grads.after_backward, strict=True):
+                problems += [
+                    f"{configure.__name__} {kwargs}: gradient of {n}"
+                    for n in theirs
+                    if not torch.equal(theirs[n], ours[n])
+                ]
+            for theirs, ours in zip(grads.after_clipping, our_grads.after_clipping, strict=True):
+                problems += [
+                    f"{configure.__name__} {kwargs}: clipped {n}" for n in theirs if not torch.equal(theirs[n], ours[n])
+                ]
+    return problems
+
+
+@pytest.mark.parametrize("tree", ["lightning", "pytorch_lightning"])
+def test_with_nothing_to_compress_the_strategy_equals_ddp_bit_for_bit(tree: str) -> None:
+    # BatchNorm, frozen, unused and empty parameters, validation between epochs, accumulation, clipping by norm and by value
+    assert run_ranks(train_as_ddp, 2, tree, timeout=120) == [[], []]
+
+
+# ----- warm-up ----------------------------------------------------------------------------------------------------------
+
+
+def warm_up(rank: int, world: int) -> dict[str, Any]:
+    pl = enter(rank)
+    found: dict[str, Any] = {}
+    for name, kwargs in {
+        "plain": {"max_epochs": 3},
+        "clipped": {"max_epochs": 3, "gradient_clip_val": 0.05},
+        "accumulated": {"max_epochs": 3, "accumulate_grad_batches": 2},
+    }.items():
+        results = []
+        for strategy, configure in (
+            ("ddp_find_unused_parameters_true", adamw),
+            ("onebit_adam", lambda m: ob.OnebitAdam(m.parameters(), lr=1e-2, weight_decay=0.1, freeze_step=1000)),
+        ):
+            recorder = Recorder()
+            module = make_module(pl, configure, norm_net, seed=rank, **recorder.methods())
+            trainer = quiet_trainer(pl, strategy, **kwargs)
+            trainer.fit(module, loader(), loader(24, seed=4))
+            results.append((module.state_dict(), recorder))
+        (state, theirs), (our_state, ours) = results
+        found[name] = max(
+            float((state[k].double() - our_state[k].double()).abs().max()) for k in state if state[k].numel()
+        )
+        # the first micro-batch that synchronises starts from the same weights: its averaged gradient is DDP's own
+        first = kwargs.get("accumulate_grad_batches", 1) - 1
+        found[f"{name} gradient"] = differing(theirs.after_backward[first], ours.after_backward[first])
+        found[f"{name} replicas"] = same_on_all_ranks(dict(module.named_parameters()))
+    return found
+
+
+def test_warm_up_equals_ddp_with_adamw_to_rounding_and_hooks_see_its_averaged_gradients() -> None:
+    for found in run_ranks(warm_up, 2, timeout=120):
+        for name in ("plain", "clipped", "accumulated"):
+            assert found[name] < 2e-6, found
+            assert found[f"{name} gradient"] == []
+            assert found[f"{name} replicas"] == []
+
+
+def big_and_small_batches(rank: int, world: int) -> float:
+    pl = enter(rank)
+    results = []
+    for batch, accumulate in ((16, 1), (4, 4)):
+        module = make_module(pl, onebit(freeze_step=1000))
+        # the same samples per rank and step, whatever the batch size
+        data = loader(64, batch)
+        shard = [data.dataset[i] for i in range(rank * 32, rank * 32 + 32)]
+        trainer = quiet_trainer(
+            pl, "onebit_adam", accumulate_grad_batches=accumulate, use_distributed_sampler=False, max_epochs=2
+        )
+        trainer.fit(module, torch.utils.data.DataLoader(shard, batch_size=batch))
+        assert trainer.strategy.onebit_optimizers[0].steps == 4
+        results.append(module.state_dict())
+    return max(float((results[0][k] - results[1][k]).abs().max()) for k in results[0])
+
+
+def test_k_micro_batches_equal_one_big_batch_in_warm_up() -> None:
+    for difference in run_ranks(big_and_small_batches, 2):
+        assert difference < 1e-6
+
+
+# ----- compressed stage ---------------------------------------------------------------------------------------------------
+
+
+def compress(rank: int, world: int) -> dict[str, Any]:
+    pl = enter(rank)
+    found: dict[str, Any] = {}
+    module = make_module(pl, onebit(freeze_step=4, block_size=32), norm_net, seed=rank)
+    trainer = quiet_trainer(pl, "onebit_adam", max_epochs=5, accumulate_grad_batches=2)
+    with counting() as seen:
+        trainer.fit(module, loader())
+    [optimizer] = trainer.strategy.onebit_optimizers
+    ledger = optimizer.ledger
+    found["phase"] = optimizer.phase
+    found["steps"] = (ledger.steps, ledger.dense_steps, ledger.compressed_steps)
+    found["exchanges"] = len(seen.of("all_to_all"))
+    found["bytes"] = (ledger.total.bytes_sent, ledger.total.dense_bytes)
+    found["different"] = same_on_all_ranks(dict(module.named_parameters()))
+    found["owned"] = [p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in module.parameters()]
+    found["groups"] = len(dist.distributed_c10d._world.pg_map)
+    return found
+
+
+def test_after_the_freeze_one_exchange_per_optimizer_step_and_replicas_stay_identical() -> None:
+    for found in run_ranks(compress, 2):
+        assert found["phase"] is ob.Phase.COMPRESSED
+        # 4 batches per epoch and rank, two of which make a step: 10 steps, 4 of them dense; one bucket
+        assert found["steps"] == (10, 4, 6)
+        assert found["exchanges"] == 6
+        assert found["bytes"][0] < found["bytes"][1]
+        assert found["different"] == []
+        # after teardown: every parameter owns its memory, the strategy's groups are gone, the default group is not
+        assert all(found["owned"])
+        assert found["groups"] == 1
+
+
+def clip(rank: int, world: int) -> dict[str, Any]:
+    pl = enter(rank)
+    found: dict[str, Any] = {}
+    for algorithm, limit in (("norm", 0.02), ("value", 0.005)):
+        recorder = Recorder()
+        module = make_module(pl, onebit(freeze_step=2), **recorder.methods())
+        trainer = quiet_trainer(pl, "onebit_adam", gradient_clip_val=limit, gradient_clip_algorithm=algorithm)
+        trainer.fit(module, loader())
+        found[algorithm] = []
+        for before, after in zip(recorder.after_backward, recorder.after_clipping, strict=True):
+            squares = sum(float(g.double().square().sum()) for g in before.values())
+            clipped = sum(float(g.double().square().sum()) for g in after.values())
+            largest = max(float(g.abs().max()) for g in after.values())
+            differ = same_on_all_ranks(before)
+            found[algorithm].append((squares, clipped, largest, bool(differ)))
+    return found
+
+
+def test_clipping_uses_the_global_norm_and_the_same_factor_on_every_rank() -> None:
+    first, second = run_ranks(clip, 2)
+    for step, (a, b) in enumerate(zip(first["norm"], second["norm"], strict=True)):
+        local = step >= 2  # after the freeze gradients stay local
+        assert a[3] is b[3] is local
+        norm = ((a[0] + b[0]) / 2) ** 0.5  # averaged gradients are equal, so this is their norm in warm-up
+        assert norm > 0.02, "nothing to clip: the test checks nothing"
+        factor = 0.02 / (norm + 1e-6)
+        for squares, clipped, _, _ in (a, b):
+            assert (clipped / squares) ** 0.5 == pytest.approx(factor, rel=1e-4)
+    for results in (first, second):
+        assert max(largest for _, _, largest, _ in results["value"]) == pytest.approx(0.005)
+
+
+# ----- the Trainer's ways to run --------------------------------------------------------------------------------------------
+
+
+def ways_to_run(rank: int, world: int) -> dict[str, Any]:
+    pl = enter(rank)
+    found: dict[str, Any] = {}
+    trainer = quiet_trainer(pl, "onebit_adam", fast_dev_run=True)
+    trainer.fit(make_module(pl, adamw), loader(), loader(16))
+    found["fast_dev_run"] = trainer.strategy.onebit_optimizers[0].steps
+
+    # several fits of one Trainer, one strategy and one optimizer object, whose state must live on
+    kept: list[Any] = []
+
+    def keep(module: Any) -> Any:
+        kept.append(kept[0] if kept else torch.optim.AdamW(module.parameters(), lr=1e-2))
+        return kept[0]
+
+    module = make_module(pl, keep)
+    strategy = strategy_class()(freeze_step=6)
+    trainer = quiet_trainer(pl, strategy)
+    trainer.fit(module, loader())
+    trainer.validate(module, loader(16), verbose=False)
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(module, loader())
+    [optimizer] = strategy.onebit_optimizers
+    found["fits"] = (
+        optimizer.steps,
+        optimizer.ledger.compressed_steps,
+        same_on_all_ranks(dict(module.named_parameters())),
+    )
+    found["groups"] = len(dist.distributed_c10d._world.pg_map)
+    return found
+
+
+def test_fast_dev_run_and_several_fits_of_one_trainer() -> None:
+    for found in run_ranks(ways_to_run, 2):
+        assert found["fast_dev_run"] == 1
+        assert found["fits"] == (12, 6, [])
+        assert found["groups"] == 1
+
+
+def one_device(rank: int, world: int) -> dict[str, Any]:
+    pl = enter(rank)
+    states = []
+    for configure in (onebit(freeze_step=2), lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.0)):
+        module = make_module(pl, configure)
+        strategy = "onebit_adam" if not states else "auto"
+        # a distributed sampler would shuffle
+        trainer = quiet_trainer(pl, strategy, max_epochs=2, use_distributed_sampler=False)
+        trainer.fit(module, loader(), loader(16))
+        states.append(copy.deepcopy(module.state_dict()))
+    forced = make_module(pl, onebit(freeze_step=2, force_compression=True))
+    trainer = quiet_trainer(pl, "onebit_adam")
+    trainer.fit(forced, loader())
+    return {
+        "difference": max(float((states[0][k] - states[1][k]).abs().max()) for k in states[0]),
+        "forced": trainer.strategy.onebit_optimizers[0].ledger.compressed_steps,
+    }
+
+
+def test_one_device_compresses_nothing_and_is_adamw() -> None:
+    [found] = run_ranks(one_device, 1)
+    assert found["difference"] < 1e-6
+    assert found["forced"] == 6
+
+
+# ----- unequal ranks ------------------------------------------------------------------------------------------------------
+
+
+def mismatched(rank: int, world: int, what: str) -> str:
+    pl = enter(rank)
+
+    def net() -> torch.nn.Module:
+        made = plain_net()
+        if rank == 1:
+            if what == "shape":
+                made[0] = torch.nn.Linear(6, 17)
+                made[2] = torch.nn.Linear(17, 3)
+            elif what == "name":
+                made.add_module("extra", torch.nn.Linear(1, 1))
+            elif what == "dtype":
+                made[2].to(torch.bfloat16)
+            elif what == "buffer":
+                made.register_buffer("table", torch.zeros(2))
+        return made
+
+    try:
+        quiet_trainer(pl, "onebit_adam").fit(make_module(pl, onebit(), net), loader())
+    except ob.PlanMismatch as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("shape", ["net.0.weight", "(16, 6)", "(17, 6)"]),
+        ("name", ["net.extra.weight"]),
+        ("dtype", ["net.2.weight", "torch.float32", "torch.bfloat16"]),
+        ("buffer", ["net.table"]),
+    ],
+)
+def test_models_that_differ_between_ranks_raise_on_every_rank_and_name_the_difference(
+    what: str, words: list[str]
+) -> None:
+    for message in run_ranks(mismatched, 2, what, timeout=60):
+        for word in ["model", *words]:
+            assert word in message
+
+
+# ----- several optimizers ---------------------------------------------------------------------------------------------------
+
+
+def manual(rank: int, world: int) -> dict[str, Any]:
+    """Two networks, a compressed and a dense optimizer, and a parameter that no optimizer owns."""
+    pl = enter(rank)
+    found: dict[str, Any] = {"orphan": []}
+
+    def net() -> torch.nn.Module:
+        made = torch.nn.ModuleDict({"a": plain_net(), "b": plain_net()})
+        made.register_parameter("orphan", torch.nn.Parameter(torch.ones(3)))
+        return made
+
+    def configure(module: Any) -> Any:
+        first = ob.OnebitAdam(module.net["a"].parameters(), lr=1e-2)
+        return [first, torch.optim.SGD(module.net["b"].parameters(), lr=0.1)]
+
+    def training_step(module: Any, batch: Any, index: int) -> None:
+        for optimizer, name in zip(module.optimizers(), "ab", strict=True):
+            module.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            scores = module.net[name](batch[0])
+            loss = torch.nn.functional.cross_entropy(scores * module.net.orphan, batch[1])
+            module.manual_backward(loss)
+            optimizer.step()
+            module.untoggle_optimizer(optimizer)
+        module.net.orphan.grad = None
+        module.manual_backward((module.net.orphan * (rank + 1.0)).sum())
+        found["orphan"].append(module.net.orphan.grad.tolist())
+        if module.current_epoch == 0 and index == 1:
+            module.optimizers()[0].freeze()
+
+    module = make_module(pl, configure, net, seed=rank, training_step=training_step, automatic_optimization=False)
+    strategy = strategy_class()(other_optimizers="dense")
+    trainer = quiet_trainer(pl, strategy, max_epochs=2, callbacks=[frozen_late(pl)])
+    trainer.fit(module, loader())
+    [optimizer] = strategy.onebit_optimizers
+    found["steps"] = (optimizer.steps, optimizer.ledger.compressed_steps)
+    found["different"] = same_on_all_ranks({n: p for n, p in module.named_parameters() if "orphan" not in n})
+    return found
+
+
+def frozen_late(pl: Any) -> Any:
+    from lightning_onebit.lightning import VarianceFreeze
+
+    return VarianceFreeze(step=10_000)
+
+
+def test_manual_optimization_with_a_compressed_and_a_dense_optimizer() -> None:
+    for found in run_ranks(manual, 2):
+        # the user's freeze() through self.optimizers() reached the optimizer itself
+        assert found["steps"] == (8, 6)
+        assert found["different"] == []
+        # a parameter that no optimizer owns still gets averaged gradients: the mean of 1 and 2
+        assert all(grads == [1.5, 1.5, 1.5] for grads in found["orphan"])
