@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 # what nearly every worker needs; test modules themselves are imported by the worker, from their cached byte code
-_PRELOAD = ["numpy", "torch", "torch.distributed", "pytest", "hypothesis.strategies", "lightning_onebit"]
+_PRELOAD = ["numpy", "torch", "torch.distributed", "torch._dynamo", "pytest", "hypothesis.strategies"]
 
 #: seconds that surviving ranks get to finish once a rank has failed
 GRACE = 5.0
@@ -253,7 +253,8 @@ def counting() -> Iterator[Counted]:
     import torch.distributed as dist
 
     counted = Counted()
-    originals = {name: getattr(dist.ProcessGroup, name) for name in _METHODS if hasattr(dist.ProcessGroup, name)}
+    # from the class dictionary: getattr would hand out plain functions that no longer bind when they are put back
+    originals = {name: vars(dist.ProcessGroup)[name] for name in _METHODS if name in vars(dist.ProcessGroup)}
 
     def wrap(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         op, position = _METHODS[name]
