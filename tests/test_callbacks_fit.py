@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -440,3 +441,59 @@ def test_an_unknown_callback_name_is_an_attribute_error_that_lists_the_names() -
     callbacks = importlib.import_module("lightning_onebit.callbacks")
     with pytest.raises(AttributeError, match=r"NoSuch.*CompressionStats, ReplicaConsistency, VarianceFreeze"):
         _ = callbacks.NoSuch
+
+
+@pytest.mark.parametrize("bar", ["TQDMProgressBar", "RichProgressBar"])
+def test_lightnings_progress_bars_show_the_item(
+    bar: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if bar == "RichProgressBar":
+        pytest.importorskip("rich")
+    pytest.importorskip("lightning.pytorch")
+    # Rich draws nothing between refreshes where the output is no terminal.
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", "200")
+    ns = _namespace("lightning.pytorch")
+    progress = getattr(importlib.import_module("lightning.pytorch.callbacks"), bar)(refresh_rate=1)
+    callbacks = [ns.ob.VarianceFreeze(step=2), ns.ob.CompressionStats(summary=False), progress]
+    trainer = _trainer(ns, callbacks, devices=1, enable_progress_bar=True)
+    trainer.fit(_model(ns, force_compression=True), _loader(3))
+    written = capsys.readouterr()
+    assert re.search(r"sent[=:] *\d[\w.]* *\d[\d.]*x", written.out + written.err), written
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_configuration_file_names_the_callbacks_by_class_path(tree: str, tmp_path: Path) -> None:
+    pytest.importorskip(tree)
+    pytest.importorskip("jsonargparse")
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        textwrap.dedent("""
+        trainer:
+          accelerator: cpu
+          devices: 1
+          strategy: onebit_adam
+          logger: false
+          callbacks:
+            - class_path: lightning_onebit.callbacks.VarianceFreeze
+              init_args: {mode: auto, max_fraction: 0.3}
+            - class_path: lightning_onebit.callbacks.CompressionStats
+              init_args: {residual_every_n_steps: null, figure: curves.png}
+            - class_path: lightning_onebit.callbacks.ReplicaConsistency
+        """)
+    )
+    code = f"""
+        import sys
+        import lightning_onebit
+        from {tree}.cli import LightningCLI
+        from {tree}.demos.boring_classes import BoringModel
+        cli = LightningCLI(BoringModel, run=False, args=["--config", {str(config)!r}])
+        freeze, stats, check = cli.trainer.callbacks[:3]
+        print(freeze.mode, freeze.max_fraction, stats.residual_every_n_steps, stats.figure, check.every_n_steps)
+        again = cli.parser.dump(cli.config)
+        open({str(tmp_path / "again.yaml")!r}, "w").write(again)
+        cli = LightningCLI(BoringModel, run=False, args=["--config", {str(tmp_path / "again.yaml")!r}])
+        print([type(callback).__module__ for callback in cli.trainer.callbacks[:3]])
+    """
+    bound = "lightning_onebit." + tree.split(".")[0]
+    assert _python(code).splitlines() == ["auto 0.3 None curves.png 1000", str([bound] * 3)]
