@@ -22,7 +22,7 @@ from lightning_onebit.comm.transport import Pending, Transport
 class Codec(Protocol):
     """What an algorithm puts on the wire and does with what comes back."""
 
-    def local(self, bucket: Bucket) -> Tensor:
+    def local(self, bucket: Bucket) -> Tensor | None:
         """fp32 flat of the whole bucket: the quantity that ranks of a node average before compression (hierarchical only)."""
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
@@ -85,9 +85,12 @@ class Exchange:
         transport, topology = self.transport, self.transport.topology
         ledger, where = transport.ledger, f"bucket {bucket.index}"
         shard = None
+        local = None
         if topology.hierarchical:
             with ledger.compressing():
-                local = codec.local(bucket).view(topology.ranks_per_node, -1)
+                local = codec.local(bucket)
+        if local is not None:
+            local = local.view(topology.ranks_per_node, -1)
             parts = torch.empty_like(local)
             yield transport.all_to_all(
                 parts, local, topology.intra_group, what=f"node round (reduce-scatter) of {where}", link="intra"

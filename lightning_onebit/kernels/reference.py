@@ -103,7 +103,8 @@ def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed) -> 
     """Writes bits and scales of ``y`` into ``out``; returns the residual ``y - C(y)`` (0 on padding)."""
     counts = lengths.to(torch.float32)
     mean = block_square_sums(y) / torch.where(lengths > 0, counts, torch.ones_like(counts))
-    # torch.sqrt of fp32 may come from a vector library and be off by one unit; through fp64 it is correctly rounded everywhere
+    # torch.sqrt of fp32 may come from a vector library and be off by one unit; through fp64 it is correctly rounded
+    # everywhere
     scale = torch.sqrt(mean.double()).float()
     negative = torch.signbit(y) & valid
     out.scales.copy_(scale.view(out.rows, out.blocks_per_row))
@@ -285,7 +286,8 @@ class ReferenceKernels:
     ) -> Tensor:
         """First pass of a compressed LAMB step: fresh second moments and the partial norms of every block.
 
-        ``ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (alpha*m)*r ; u = up + wd*x``, and the ratio
+        ``ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (alpha*m)*r ; u = up + wd*x``, and the
+        ratio
         ``D/Dfresh = 1/(r*(sqrt(fresh*c2) + eps))``.
 
         Args:
@@ -298,7 +300,8 @@ class ReferenceKernels:
             factors: fp32 ``(8, blocks)``: b1, i1 = 1/(1-b1), b2, o2 = 1-b2, c2 = 1/(1-b2^T), eps, alpha, wd.
 
         Returns:
-            fp32 ``(blocks, 3)``: sum of squares of up, sum of squares of u (fixed order), largest ratio (0 where r is 0).
+            fp32 ``(blocks, 3)``: sum of squares of up, sum of squares of u (fixed order), largest ratio (0 where r is
+            0).
         """
         bs = bucket.block_size
         x = torch.zeros(bucket.elements, device=r.device)
@@ -437,7 +440,8 @@ class ReferenceKernels:
         Args:
             received: one row of bits per worker.
             lengths: int32 ``(blocks_per_row,)``.
-            mode: ``"random"``: negative where not ``n - 2c > n*U`` (c negatives of n); ``"majority"``: the sign of ``n - 2c``, ties by
+            mode: ``"random"``: negative where not ``n - 2c > n*U`` (c negatives of n); ``"majority"``: the sign of
+                ``n - 2c``, ties by
                 the hash's top bit; ``"mean"``: bit planes of c.
             key: from ``counter_rng.draw_key``.
             first_block: global number of the chunk's first block.
@@ -468,7 +472,8 @@ class ReferenceKernels:
         decay: Tensor,
         lr: Tensor,
     ) -> None:
-        """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` where it has never had a gradient anywhere.
+        """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` where it has never had a gradient
+        anywhere.
 
         Args:
             bucket: the block map (whole bucket).

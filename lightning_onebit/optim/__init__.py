@@ -2,8 +2,9 @@
 
 from lightning_onebit.optim.adam import OnebitAdam
 from lightning_onebit.optim.base import OnebitOptimizer, Phase
+from lightning_onebit.optim.binsgdm import BinSGDM
 from lightning_onebit.optim.lamb import OnebitLamb
 from lightning_onebit.optim.options import CommonOptions
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
-__all__ = ["CommonOptions", "OnebitAdam", "OnebitLamb", "OnebitOptimizer", "Phase", "ZeroOneAdam"]
+__all__ = ["BinSGDM", "CommonOptions", "OnebitAdam", "OnebitLamb", "OnebitOptimizer", "Phase", "ZeroOneAdam"]

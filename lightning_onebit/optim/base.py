@@ -58,7 +58,8 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 class Phase(str, Enum):
     """Where an optimizer is in its schedule.
 
-    WARMUP: the second moments learn, from densely averaged gradients (0/1 Adam: with one-bit rounds in between). COMPRESSED: one-bit exchanges. LOCAL: local
+    WARMUP: the second moments learn, from densely averaged gradients (0/1 Adam: with one-bit rounds in between).
+    COMPRESSED: one-bit exchanges. LOCAL: local
     steps with
     a one-bit synchronisation now and then (0/1 Adam after its variance freeze).
     """
@@ -90,6 +91,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
     """
 
     algorithm: ClassVar[str]
+    # whether the state of torch.optim.Adam(W) is a valid start
+    _reads_plain_adam: ClassVar[bool] = True
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
 
@@ -153,7 +156,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
     @property
     def next_step_is_dense(self) -> bool:
         """Whether the next ``step()`` works on densely averaged gradients."""
-        # looking must not decide: a rank that looks before a schedule changes lr would take another path than the others
+        # looking must not decide: a rank that looks before a schedule changes lr would take another path than the
+        # others
         return not self.compresses or self._wants_dense() if self._decision is None else self._decision
 
     @property
@@ -201,7 +205,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             TypeError: complex, sparse or non-floating parameters.
             ValueError: options out of range, parameters on several devices.
         """
-        if self._plan is not None and self._phase is not Phase.WARMUP and param_group.get("compress", True):
+        if self._plan is not None and not self._takes_new_parameters() and param_group.get("compress", True):
             raise RuntimeError(
                 f"add_param_group() in phase {self._phase.value!r}: second moments of new parameters can no longer be learned; add the "
                 "group before the freeze, or with compress=False"
@@ -451,11 +455,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         factor = min(1.0, limit / (verdict.norm + 1e-6))
         if factor == 1.0:
             return
-        averaged = [
-            g
-            for i in self._averaged()
-            if (g := self._params[i].grad) is not None
-        ]
+        averaged = [g for i in self._averaged() if (g := self._params[i].grad) is not None]
         if averaged:
             torch._foreach_mul_(averaged, factor)
         # local gradients are not touched: the factor goes into the exchange's coefficients
@@ -492,8 +492,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
     # ----- codec: the exchange's view of an optimizer (see comm.exchange.Codec)
     # -----------------------------------------
 
-    def local(self, bucket: Bucket) -> Tensor:
-        """fp32 flat of what ranks of a node average before they compress (hierarchical exchange)."""
+    def local(self, bucket: Bucket) -> Tensor | None:
+        """fp32 flat of what ranks of a node average before they compress (hierarchical exchange; None: nothing)."""
         mine = self._contribution(bucket)
         if isinstance(mine, Tensor):
             return mine
@@ -545,10 +545,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Takes the averaged, compressed result and applies it."""
         packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
         self._apply(bucket, packed)
-        if guard := self._protected.get(bucket.index):
-            guard.restore(packed)
-        else:
-            self._momentum[bucket.index] = packed
+        guard = self._protected.get(bucket.index)
+        if guard is not None:
+            guard.restore()
+        self._momentum[bucket.index] = packed if guard is None else guard.merged(packed)
 
     # ----- what an algorithm fills in ---------------------------------------------------------------------------------
 
@@ -582,6 +582,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Uses the exchanged result of a bucket."""
         raise AssertionError("abstract")
 
+    def _guarded(self, bucket: Bucket) -> list[Tensor]:
+        """Flats over this rank's shard or chunk of a bucket that an exchange overwrites."""
+        return [self._residual_of(bucket), self._server_residual_of(bucket)]
+
     def _begin_exchange(self) -> None:
         """Called before the exchange of a step."""
 
@@ -594,8 +598,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._freeze_now()
 
     def _arenas(self) -> tuple[str, ...]:
-        """Flat arenas that the algorithm needs from the start."""
+        """State per element that the algorithm needs from the start."""
         return ("m", "v")
+
+    def _takes_new_parameters(self) -> bool:
+        """Whether parameters may still join the block plan: their second moments must be learned before the freeze."""
+        return self._phase is Phase.WARMUP
 
     # ----- books ------------------------------------------------------------------------------------------------------
 
@@ -778,7 +786,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         fresh = [i for i, p in enumerate(self._params) if p.requires_grad and i not in known]
         if fresh:
             late = [i for i in fresh if self.param_groups[self._group_of[i]]["compress"]]
-            if late and self._phase is not Phase.WARMUP:
+            if late and not self._takes_new_parameters():
                 raise RuntimeError(
                     f"{self.name_of(late[0])} became trainable in phase {self._phase.value!r}: its second moments can no longer "
                     "be learned; unfreeze it before the freeze, or put it into a group with compress=False"
@@ -793,7 +801,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """
         kept = {id(self._params[i]): self._state_of(i) for i in self._known()} if self._plan is not None else {}
         self._index()
-        if self._phase is Phase.WARMUP or self._plan is None:
+        if self._takes_new_parameters() or self._plan is None:
             self._layout(kept)
         elif self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
             self.load_state_dict(self.state_dict())  # connected to another world since: cut everything anew
@@ -841,9 +849,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
                     self._moment(name, i).copy_(value)
 
     def _state_of(self, index: int) -> dict[str, Tensor]:
-        if self._phase is not Phase.WARMUP:
-            return {}
-        state = {name: self._moment(name, index).clone() for name in self._flat}
+        names = self._flat if self._takes_new_parameters() else self._dense_state.get(index, {})
+        state = {name: self._moment(name, index).clone() for name in names}
         if index in self._masters:
             state["master"] = self._masters[index]
         return state
@@ -929,7 +936,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         return packed
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other state of one rank.
+        """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other state of one
+        rank.
 
         The tensors are the optimizer's own, not copies.
         """
@@ -952,12 +960,24 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Continues from this rank's ``residual_state_dict()``; call it after ``load_state_dict``.
 
         Raises:
-            ValueError: the state was written for another layout (world, node size, blocks or parameters); the message names it.
+            ValueError: the state was written for another layout (world, node size, blocks or parameters); the message
+            names it.
         """
         mine = self.residual_state_dict()
-        for key in ("algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "numels", "bucket_blocks"):
+        for key in (
+            "algorithm",
+            "steps",
+            "world_size",
+            "ranks_per_node",
+            "rank",
+            "block_size",
+            "numels",
+            "bucket_blocks",
+        ):
             if state[key] != mine[key]:
-                raise ValueError(f"residual state has {key}={state[key]!r}, this run has {mine[key]!r}; residuals cannot be loaded as they are")
+                raise ValueError(
+                    f"residual state has {key}={state[key]!r}, this run has {mine[key]!r}; residuals cannot be loaded as they are"
+                )
         self._load_rank_state(state["tensors"])
 
     def _rank_state(self) -> dict[str, Tensor]:
@@ -1013,6 +1033,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
             ValueError: groups do not match, another algorithm's state, or a newer version of the format.
         """
         books = state_dict.get("onebit")
+        if books is None and not self._reads_plain_adam:
+            raise ValueError(
+                f"{type(self).__name__} cannot continue from the state of a plain optimizer; load the weights only"
+            )
         if books is not None:
             if books["version"] > STATE_VERSION:
                 raise ValueError(
@@ -1049,7 +1073,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 self._masters[i].copy_(state["master"])
         for i, state in saved.items():
             for key, name in self._replicated.items():
-                if key in state and (name in self._dense_state.get(i, {}) or (i in self._slot_of and name in self._flat)):
+                if key in state and (
+                    name in self._dense_state.get(i, {}) or (i in self._slot_of and name in self._flat)
+                ):
                     self._moment(name, i).copy_(state[key])
         self._load_phase(Phase(books["phase"]) if books else Phase.WARMUP, books or {}, saved)
         if self._transport is not None:
@@ -1072,41 +1098,42 @@ class _Protected:
         self._bucket = bucket
         idle = torch.tensor([not a for a in active], device=bucket.device)
         self._idle = idle[bucket.block_param]
-        lo, hi = optimizer._shard_blocks(bucket)
-        ranks = optimizer._ranks()
-        count = bucket.blocks // ranks.size
-        chunk = ranks.local_rank * ranks.nodes + ranks.node
-        self._in_shard = self._idle[lo:hi]
-        self._in_chunk = self._idle[chunk * count : (chunk + 1) * count]
+        self._saved: list[tuple[Tensor, Tensor, Tensor]] = []
+        self._old: Tensor | Packed | None = None
 
     def save(self) -> None:
-        """Remembers residuals and momentum of the idle blocks."""
+        """Remembers what an exchange overwrites."""
         optimizer, bucket = self._optimizer, self._bucket
-        size = bucket.block_size
-        self._e = optimizer._residual_of(bucket).view(-1, size)[self._in_shard]
-        self._d = optimizer._server_residual_of(bucket).view(-1, size)[self._in_chunk]
+        ranks = optimizer._ranks()
+        lo, hi = optimizer._shard_blocks(bucket)
+        count = bucket.blocks // ranks.size
+        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        for flat in optimizer._guarded(bucket):
+            blocks = flat.view(-1, bucket.block_size)
+            mask = self._idle[lo:hi] if len(blocks) == hi - lo else self._idle[chunk * count : (chunk + 1) * count]
+            self._saved.append((blocks, mask, blocks[mask]))
         self._old = optimizer._momentum[bucket.index] if optimizer._momentum else None
 
-    def restore(self, packed: Packed) -> None:
-        """Puts them back, and merges the momenta."""
-        optimizer, bucket = self._optimizer, self._bucket
-        size = bucket.block_size
-        optimizer._residual_of(bucket).view(-1, size)[self._in_shard] = self._e
-        optimizer._server_residual_of(bucket).view(-1, size)[self._in_chunk] = self._d
-        if self._old is None:
-            return
+    def restore(self) -> None:
+        """Puts it back."""
+        for blocks, mask, values in self._saved:
+            blocks[mask] = values
+
+    def merged(self, packed: Packed) -> Tensor | Packed:
+        """The new momentum, with the old one in idle blocks."""
+        bucket, size = self._bucket, self._bucket.block_size
         idle = self._idle.view(packed.rows, packed.blocks_per_row)
         if isinstance(self._old, Packed):
             packed.scales[idle] = self._old.scales[idle]
             packed.words[idle] = self._old.words[idle]
-        else:
-            kept = self._old.view(-1, size)[self._idle]
-            packed.scales[idle] = 0.0
-            if bool(kept.any()):
-                # an fp32 momentum has no packed form: this bucket stays unpacked until all its parameters get gradients
-                flat = torch.empty(bucket.elements, dtype=torch.float32, device=bucket.device)
-                optimizer._kernels.unpack(packed, bucket.lengths, flat)
-                flat.view(-1, size)[self._idle] = kept
-                optimizer._momentum[bucket.index] = flat
-                return
-        optimizer._momentum[bucket.index] = packed
+            return packed
+        assert self._old is not None
+        kept = self._old.view(-1, size)[self._idle]
+        packed.scales[idle] = 0.0
+        if not bool(kept.any()):
+            return packed
+        # an fp32 momentum has no packed form: this bucket stays unpacked until all its parameters get gradients
+        flat = torch.empty(bucket.elements, dtype=torch.float32, device=bucket.device)
+        self._optimizer._kernels.unpack(packed, bucket.lengths, flat)
+        flat.view(-1, size)[self._idle] = kept
+        return flat

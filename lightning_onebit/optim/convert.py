@@ -53,7 +53,8 @@ def convert_adam(
 ) -> OnebitOptimizer:
     """Makes a compressed optimizer of a plain one.
 
-    Parameter groups are taken over as they are, with every key of the user's (``initial_lr`` of schedulers, names, ``compress=False``),
+    Parameter groups are taken over as they are, with every key of the user's (``initial_lr`` of schedulers, names,
+    ``compress=False``),
     and so are state and hooks. The plain optimizer is left untouched and must not be stepped any more.
 
     Args:
@@ -85,7 +86,8 @@ def convert_adam(
 
 
 def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
-    """Makes LR schedulers of ``old`` schedule ``new``, however deeply they are nested (SequentialLR, ChainedScheduler, wrappers).
+    """Makes LR schedulers of ``old`` schedule ``new``, however deeply they are nested (SequentialLR, ChainedScheduler,
+    wrappers).
 
     Args:
         schedulers: schedulers; those of other optimizers are left alone.
@@ -93,7 +95,8 @@ def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, ne
         new: what they shall schedule; its learning rates are not touched.
 
     Raises:
-        ValueError: ``old`` has a scheduler that is not among them, which would go on to schedule an optimizer that no longer trains.
+        ValueError: ``old`` has a scheduler that is not among them, which would go on to schedule an optimizer that no
+        longer trains.
     """
     seen: set[int] = set()
     found = [_repoint(scheduler, old, new, seen) for scheduler in schedulers]

@@ -21,7 +21,8 @@ _SCALARS = ("coeff_average", "last_factor", "last_coeff")
 
 
 class OnebitLamb(AdamMoments):
-    r"""1-bit LAMB: layer-wise adaptive steps whose trust ratios are frozen and then corrected from fresh second moments.
+    r"""1-bit LAMB: layer-wise adaptive steps whose trust ratios are frozen and then corrected from fresh second
+    moments.
 
     Warm-up, per parameter tensor (this is LAMB)::
 
@@ -136,7 +137,8 @@ class OnebitLamb(AdamMoments):
         )
 
     def get_lamb_coeffs(self) -> dict[str, float]:
-        """The coefficient each parameter's last step was scaled by: c in the warm-up, ``c_avg*f`` in the compressed stage.
+        """The coefficient each parameter's last step was scaled by: c in the warm-up, ``c_avg*f`` in the compressed
+        stage.
 
         Returns:
             A fresh dict, name (or ``"parameter i"``) -> coefficient, of the parameters that have been stepped.

@@ -13,7 +13,8 @@ from lightning_onebit.optim.options import check_integer
 class VariancePolicy:
     """Steps ``T_v`` at which the variance is refreshed by a dense round.
 
-    The gap between the j-th and (j+1)-th refresh (j = 0, 1, ...) is ``2**floor(j / scaler)``; the first refresh is at t = 1. With the
+    The gap between the j-th and (j+1)-th refresh (j = 0, 1, ...) is ``2**floor(j / scaler)``; the first refresh is at t
+    = 1. With the
     default scaler 16, t = 1 .. 17 all refresh. Source: "0/1 Adam", arXiv 2202.06009, section 6.
 
     Attributes:

@@ -82,7 +82,8 @@ def second_moment_floor(v: Tensor, phi: float) -> tuple[Tensor, Tensor]:
 def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, correction: float) -> None:
     """``out = 1 / (sqrt(vd / correction) + eps)`` with cold and nearly cold coordinates bounded.
 
-    It is 0 where the whole tensor is cold. ``vd_j = w if v_j == 0 else max(v_j, phi^2 w)``, ``w`` the mean of the non-zero ``v`` of this tensor. A coordinate
+    It is 0 where the whole tensor is cold. ``vd_j = w if v_j == 0 else max(v_j, phi^2 w)``, ``w`` the mean of the
+    non-zero ``v`` of this tensor. A coordinate
     that has seen
     (almost) no gradient would otherwise divide compression noise by (almost) nothing.
 

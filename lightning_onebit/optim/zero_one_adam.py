@@ -24,15 +24,19 @@ class ZeroOneAdam(AdamMoments):
     With ``lr_t = lr / (1-b1^t)``::
 
         t a refresh (T_v):      g = mean_i g_i ; m, v as in Adam ; x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
-        other t <= var_freeze:  ubar = exchange(lr_t*(b1 m + (1-b1) g_i)) ; m = ubar/lr_t ; x -= lr*wd*x + ubar/(sqrt(vhat)+eps)
+        other t <= var_freeze:  ubar = exchange(lr_t*(b1 m + (1-b1) g_i)) ; m = ubar/lr_t ; x -= lr*wd*x +
+        ubar/(sqrt(vhat)+eps)
         t > var_freeze (local): m_i = b1 m_i + (1-b1) g_i ; u_i += lr_t*m_i ; S += lr_t
                                 x_i -= lr*wd*x_i + lr_t*m_i/(sqrt(vhat)+eps) ; anchor -= lr*wd*anchor
-        ... a synchronisation:  ubar = exchange(u_i) ; m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u = S = 0
+        ... a synchronisation:  ubar = exchange(u_i) ; m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u
+        = S = 0
 
     Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
 
-    Between synchronisations replicas differ on purpose; ``consensus()`` shows the model that all ranks share. A group whose lr is 0
-    at a step is left alone in it; when all are 0 at a step that must synchronise, the step is a dense round that does not touch v.
+    Between synchronisations replicas differ on purpose; ``consensus()`` shows the model that all ranks share. A group
+    whose lr is 0
+    at a step is left alone in it; when all are 0 at a step that must synchronise, the step is a dense round that does
+    not touch v.
     The small control round is made at every step, silent ones included, so that skipping and clipping stay in lockstep.
 
     Args:
@@ -45,7 +49,8 @@ class ZeroOneAdam(AdamMoments):
         var_update_scaler: refreshes after which the gap between refreshes doubles.
         local_step_scaler: steps after which the gap between synchronisations doubles (policy ``"interval"``).
         local_step_clipper: largest gap between synchronisations; 1: no local steps, and no memory for them.
-        local_step_policy: ``"interval"``, or ``"learning_rate"`` (the gap doubles each time lr has halved since the freeze).
+        local_step_policy: ``"interval"``, or ``"learning_rate"`` (the gap doubles each time lr has halved since the
+            freeze).
         bias_correction: as in ``OnebitAdam``.
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
@@ -141,9 +146,11 @@ class ZeroOneAdam(AdamMoments):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Shows the model that all ranks share while the context lasts: the weights of the last synchronisation, decayed since.
+        """Shows the model that all ranks share while the context lasts: the weights of the last synchronisation,
+        decayed since.
 
-        No communication; outside of local steps it does nothing. Training continues as if nobody had looked. Do not step inside.
+        No communication; outside of local steps it does nothing. Training continues as if nobody had looked. Do not
+        step inside.
         """
         swapped = self.mid_local
         if swapped:
@@ -347,9 +354,7 @@ class ZeroOneAdam(AdamMoments):
         b1 = [self._group(i)["betas"][0] for i in self._slots]
         lr_t = [self._lr_t(i) for i in self._slots]
         a = self._per_block(bucket, [lr * beta for lr, beta in zip(lr_t, b1, strict=True)])[lo:hi]
-        b = self._per_block(
-            bucket, [lr * (1.0 - beta) * self._grad_scale for lr, beta in zip(lr_t, b1, strict=True)]
-        )
+        b = self._per_block(bucket, [lr * (1.0 - beta) * self._grad_scale for lr, beta in zip(lr_t, b1, strict=True)])
         return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi])
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
@@ -387,7 +392,7 @@ class ZeroOneAdam(AdamMoments):
         packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
         self._apply(bucket, packed)
         if guard := self._protected.get(bucket.index):
-            guard.restore(packed)
+            guard.restore()
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 

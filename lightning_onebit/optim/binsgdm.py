@@ -1,0 +1,311 @@
+"""BinSGDM (Birder)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_onebit.comm import Bucket
+from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, draw_key
+from lightning_onebit.kernels.reference import pack_bits, unpack_bits
+from lightning_onebit.optim.base import OnebitOptimizer, Phase
+from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
+
+SERVERS = ("random", "mean", "majority")
+
+
+class BinSGDM(OnebitOptimizer):
+    r"""BinSGDM: randomly binarised normalised momentum; bits only, from the first step, without residuals or scales.
+
+    ::
+
+        worker:  m_i = b m_i + (1-b) g_i ;  a_i = b a_i + (1-b)|g_i| ;  u_i = Q(m_i/a_i)
+        server:  ubar = Q((1/n) sum_i u_i)                    # drawn once, by the chunk's owner
+        all:     x -= lr*wd*x + lr*ubar                       # Q(y) = +1 with probability (1+y)/2, else -1
+
+    Source: BinSGDM (ICLR 2023 submission), published as Birder (NeurIPS 2023). The rule above is this library's reading
+    of it.
+
+    The update has size lr in every coordinate. Randomness is counter-based (a hash of seed, step, rank and element), so
+    a run, its
+    resume and its twin on another device draw the same bits. A coordinate that has never had a gradient on any rank is
+    not moved: ranks
+    merge a bitmap of such coordinates at t = 1, 2, 4, 8, ... A world of one rank steps by ``m/a`` itself, undrawn.
+
+    Args:
+        params: parameters or parameter groups; a group may set ``lr``, ``beta``, ``weight_decay`` and
+            ``compress=False`` (averaged
+            densely and updated with ``m/a`` itself, undrawn).
+        lr: learning rate; about Adam's own is a good start.
+        beta: the one decay b of m and a, in ``[0, 1)``.
+        weight_decay: decoupled weight decay.
+        server: ``"random"`` binarises the mean at random (the paper); ``"mean"`` sends vote counts back (variance falls
+            with n, for
+            ``ceil(log2(n+1))`` bits per element on the way back); ``"majority"`` takes the majority (deterministic,
+            biased).
+        seed: seed of the draws, the same on every rank.
+        block_size: elements per block of the wire format, a multiple of 32.
+        max_grad_norm: see ``OnebitAdam``, like the options after it.
+        process_group: see ``OnebitAdam``.
+        force_compression: binarise even in a world of one rank.
+        bucket_mb: see ``OnebitAdam``.
+        max_consecutive_skips: see ``OnebitAdam``.
+        kernels: see ``OnebitAdam``.
+        timeout: see ``OnebitAdam``.
+
+    Raises:
+        TypeError: an option or parameter of the wrong type.
+        ValueError: an option out of range.
+
+    Example:
+        >>> optimizer = BinSGDM(model.parameters(), lr=1e-3, beta=0.9)
+    """
+
+    algorithm = "binsgdm"
+    _reads_plain_adam = False
+    # of compress=False groups; elsewhere m and a differ by rank (see _rank_state)
+    _replicated: ClassVar[dict[str, str]] = {"momentum": "m", "magnitude": "a"}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        beta: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        server: str = "random",
+        seed: int = 0,
+        block_size: int = 2048,
+        max_grad_norm: float | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        force_compression: bool = False,
+        bucket_mb: float = 16.0,
+        max_consecutive_skips: int = 100,
+        kernels: str = "auto",
+        timeout: float = 1800.0,
+    ) -> None:
+        check_choice("server", server, SERVERS)
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(f"seed={seed!r} must be an integer, not {type(seed).__name__}")
+        # by bucket: int32 (blocks, words), coordinates that have had a gradient on some rank
+        self._live: list[Tensor] = []
+        self._merging = False
+        # the bitmap was laid out anew (a parameter joined): unite it at the next step
+        self._merge_due = False
+        # by bucket: the bits of the running step, int32 (blocks, planes, words)
+        self._drawn: dict[int, Tensor] = {}
+        super().__init__(
+            params,
+            {"lr": lr, "beta": beta, "weight_decay": weight_decay},
+            CommonOptions(
+                block_size=block_size,
+                max_grad_norm=max_grad_norm,
+                process_group=process_group,
+                force_compression=force_compression,
+                bucket_mb=bucket_mb,
+                max_consecutive_skips=max_consecutive_skips,
+                kernels=kernels,
+                timeout=timeout,
+            ),
+            {"server": server, "seed": seed},
+        )
+        self._phase = Phase.COMPRESSED
+
+    def freeze(self) -> None:
+        """Raises ``RuntimeError``: BinSGDM has no warm-up."""
+        raise RuntimeError("BinSGDM.freeze(): BinSGDM has no warm-up to end; it compresses from the first step")
+
+    def variance_l1(self) -> float:
+        """Raises ``RuntimeError``: BinSGDM keeps no second moments."""
+        raise RuntimeError("BinSGDM.variance_l1(): BinSGDM keeps no second moments")
+
+    def residual_ratio(self) -> float:
+        """0.0: BinSGDM is unbiased and keeps no residual."""
+        return 0.0
+
+    # ----- update rule ------------------------------------------------------------------------------------------------
+
+    def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
+        """``x -= lr*wd*x + lr*m/a``: the same direction, averaged instead of drawn."""
+        beta = group["beta"]
+        for i in members:
+            grad, m, a, x = self._grad(i).float(), self._moment("m", i), self._moment("a", i), self._weight(i)
+            m.mul_(beta).add_(grad, alpha=1 - beta)
+            a.mul_(beta).add_(grad.abs(), alpha=1 - beta)
+            direction = torch.where(a > 0, m / torch.where(a > 0, a, 1.0), 0.0)
+            x.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+
+    def _end_exchange(self) -> None:
+        """All bits are in: merge the bitmap when it is due, then move."""
+        step = self._steps + 1
+        if step & (step - 1) == 0 or self._merge_due:
+            self._merge_due = False
+            assert self._exchange is not None
+            self._merging = True
+            try:
+                self._exchange.run(self._buckets(), self)
+            finally:
+                self._merging = False
+        mean_of = self._ranks().nodes if self.settings["server"] == "mean" else None
+        for index, words in self._drawn.items():
+            bucket = self._buckets()[index]
+            groups = [self._group(i) for i in self._slots]
+            self._kernels.apply_votes(
+                bucket,
+                self._bind_weights(bucket),
+                words,
+                self._live[index],
+                mean_of,
+                self._per_block(bucket, [1.0 - g["lr"] * g["weight_decay"] for g in groups]),
+                self._per_block(bucket, [-g["lr"] for g in groups]),
+            )
+        self._drawn = {}
+
+    # ----- codec ------------------------------------------------------------------------------------------------------
+
+    def local(self, bucket: Bucket) -> Tensor | None:
+        """Gradients of the bucket; bitmaps need no average."""
+        return None if self._merging else super().local(bucket)
+
+    def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
+        """Worker side: draws the signs of this rank's shard, or sends its bitmap of live coordinates."""
+        ranks = self._ranks()
+        lo, hi = self._shard_blocks(bucket)
+        out = self._words(bucket, ranks.nodes)
+        if self._merging:
+            words = out.words.flatten(0, 1).contiguous()
+            self._kernels.mark_live(bucket, lo, hi, self._shard(bucket, "a"), words)
+            out.words.copy_(words.view(out.words.shape))
+            return out.raw
+        if guard := self._protected.get(bucket.index):
+            guard.save()
+        beta = [self._group(i)["beta"] for i in self._slots]
+        self._kernels.sample(
+            bucket,
+            lo,
+            hi,
+            b=self._per_block(bucket, beta)[lo:hi],
+            o=self._per_block(bucket, [(1.0 - b) * self._grad_scale for b in beta])[lo:hi],
+            g=shard if shard is not None else self._contribution(bucket),
+            m=self._shard(bucket, "m"),
+            a=self._shard(bucket, "a"),
+            key=draw_key(self.settings["seed"], self._steps + 1, ranks.rank, WORKER_STREAM),
+            first_block=bucket.first_block + lo,
+            out=out,
+        )
+        return out.raw
+
+    def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
+        """Server side: votes on this rank's chunk, or unites the bitmaps."""
+        ranks = self._ranks()
+        count = bucket.blocks // ranks.size
+        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        rows = Packed(received, count, bucket.block_size, has_scales=False)
+        if self._merging:
+            united = rows.words[0].clone()
+            for row in range(1, rows.rows):
+                united |= rows.words[row]
+            return united.view(torch.uint8).view(-1)
+        out = torch.empty((count, self._planes(), bucket.block_size // 32), dtype=torch.int32, device=self._device)
+        self._kernels.vote(
+            rows,
+            bucket.lengths[chunk * count : (chunk + 1) * count],
+            self.settings["server"],
+            # drawn by the chunk's owner alone, so the rank is part of neither key nor result
+            draw_key(self.settings["seed"], self._steps + 1, 0, SERVER_STREAM),
+            bucket.first_block + chunk * count,
+            out,
+        )
+        return out.view(torch.uint8).view(-1)
+
+    def reply_buffer(self, bucket: Bucket) -> Tensor:
+        """uint8 ``(size, reply bytes)``: ``block_size/8`` bytes per block and plane."""
+        planes = 1 if self._merging else self._planes()
+        width = bucket.blocks // self._ranks().size * planes * bucket.block_size // 8
+        return torch.empty((self._ranks().size, width), dtype=torch.uint8, device=self._device)
+
+    def finish(self, bucket: Bucket, gathered: Tensor) -> None:
+        """Keeps the bits until all buckets are in, or takes the united bitmap."""
+        words = gathered.view(-1).view(torch.int32).view(bucket.blocks, -1, bucket.block_size // 32)
+        if self._merging:
+            self._live[bucket.index] |= words[:, 0]
+            return
+        self._drawn[bucket.index] = words
+        if guard := self._protected.get(bucket.index):
+            guard.restore()
+
+    # ----- books ------------------------------------------------------------------------------------------------------
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        check_number("beta", group["beta"], least=0, below=1)
+
+    def _begin_exchange(self) -> None:
+        self._drawn = {}
+
+    def _guarded(self, bucket: Bucket) -> list[Tensor]:
+        return [self._shard(bucket, "m"), self._shard(bucket, "a")]
+
+    def _takes_new_parameters(self) -> bool:
+        return True  # there is no warm-up that a newcomer could have missed
+
+    def _arenas(self) -> tuple[str, ...]:
+        return ("m", "a")
+
+    def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        super()._layout(kept)
+        share = self._ranks().ranks_per_node
+        if share > 1:
+            # hierarchical: m and a follow the node's mean gradient and live on the shard only
+            size = self._known_plan().elements // share
+            self._flat = {name: torch.zeros(size, device=self._device) for name in self._arenas()}
+        self._merge_due = bool(kept)
+        words = self.options.block_size // 32
+        self._live = [
+            torch.zeros((bucket.blocks, words), dtype=torch.int32, device=self._device) for bucket in self._buckets()
+        ]
+
+    def _planes(self) -> int:
+        """Bit planes of the reply."""
+        return self._ranks().nodes.bit_length() if self.settings["server"] == "mean" else 1
+
+    def _words(self, bucket: Bucket, rows: int) -> Packed:
+        count = bucket.blocks // self._ranks().size
+        width = Packed.row_bytes(count, bucket.block_size, has_scales=False)
+        raw = torch.empty((rows, width), dtype=torch.uint8, device=self._device)
+        return Packed(raw, count, bucket.block_size, has_scales=False)
+
+    def _shard(self, bucket: Bucket, name: str) -> Tensor:
+        """This rank's blocks of an arena."""
+        share = self._ranks().ranks_per_node
+        start = bucket.first_block * bucket.block_size // share
+        return self._flat[name][start : start + bucket.elements // share]
+
+    # ----- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:
+        if self._live:
+            yield "live", torch.cat([unpack_bits(words).flatten() for words in self._live])
+
+    def _rank_state(self) -> dict[str, Tensor]:
+        return {"momentum": self._flat["m"], "magnitude": self._flat["a"]} if self._flat else {}
+
+    def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
+        for key, name in self._replicated.items():
+            self._flat[name].copy_(tensors[key])
+
+    def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
+        self._phase = Phase.COMPRESSED
+        flat = torch.zeros(self._known_plan().elements, dtype=torch.bool, device=self._device)
+        for i, state in saved.items():
+            if "live" in state and i in self._slot_of:
+                self._known_plan().view(flat, self._slot_of[i], self._params[i]).copy_(state["live"])
+        for bucket in self._buckets():
+            pack_bits(bucket.slice(flat).view(-1, bucket.block_size), self._live[bucket.index])
+        if self._transport is not None:
+            self._renew_reducer()
