@@ -1,0 +1,466 @@
+"""The strategy as an object: names, options, what it refuses and how it says so, which Lightning tree it belongs to."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import itertools
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from lightning_support import TREES, enter, loader, make_module, onebit, plain_net, quiet_trainer, strategy_class
+
+import lightning_onebit as ob
+from lightning_onebit import registry
+from lightning_onebit.registry import ALGORITHMS, Algorithm, available_strategies, find_algorithm
+
+ROOT = Path(__file__).parents[1]
+
+
+# ----- names ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_every_name_is_registered_in_each_tree_and_starts_processes_as_it_says(tree: str) -> None:
+    strategies = importlib.import_module(f"{TREES[tree]}.strategies")
+    methods = {
+        "onebit_adam": "popen",
+        "onebit_adam_spawn": "spawn",
+        "onebit_adam_fork": "fork",
+        "onebit_adam_notebook": "fork",
+    }
+    assert set(methods) <= set(available_strategies())
+    for name in available_strategies():
+        assert name == name.lower(), "the Trainer lower-cases what the user gives"
+        strategy = strategies.StrategyRegistry.get(name)
+        assert type(strategy) is strategy_class(tree)
+        assert isinstance(strategy, strategies.DDPStrategy)
+        assert name.startswith(strategy.algorithm)
+        if name in methods:
+            assert strategy._start_method == methods[name]
+
+
+def test_unknown_algorithms_are_refused_with_the_list_of_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"algorithm='onebit' is unknown.*'onebit_adam'"):
+        strategy_class()("onebit")
+    with pytest.raises(TypeError, match="algorithm=3"):
+        strategy_class()(3)
+
+
+# ----- options ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_strategy_has_a_typed_keyword_for_every_option_of_every_algorithm_and_for_nothing_else() -> None:
+    own = ["algorithm", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"]
+    own += ["process_group_backend", "timeout", "start_method"]
+    own += ["other_optimizers", "convert_optimizers", "broadcast_buffers", "overlap_dense"]
+    parameters = inspect.signature(strategy_class()).parameters
+    options = {name: p for name, p in parameters.items() if name not in own}
+    assert set(options) == set().union(*(algorithm.options for algorithm in ALGORITHMS.values()))
+    for name, parameter in options.items():
+        assert parameter.default is None and parameter.kind is parameter.KEYWORD_ONLY
+        for algorithm in ALGORITHMS.values():
+            if name in algorithm.options:
+                theirs = inspect.signature(algorithm.optimizer).parameters[name].annotation
+                assert parameter.annotation.removesuffix(" | None") == theirs.removesuffix(" | None"), name
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"freeze_step": -1}, ValueError, ["freeze_step=-1", "at least 1"]),
+        ({"freeze_step": "many"}, TypeError, ["freeze_step='many'"]),
+        ({"bias_correction": 1}, TypeError, ["bias_correction=1"]),
+        ({"block_size": 33}, ValueError, ["block_size=33", "multiple of 32"]),
+        ({"max_grad_norm": 0.0}, ValueError, ["max_grad_norm=0.0"]),
+        ({"denominator_floor": 2.0}, ValueError, ["denominator_floor=2.0"]),
+        ({"force_compression": "yes"}, TypeError, ["force_compression='yes'"]),
+        ({"bucket_mb": 0}, ValueError, ["bucket_mb=0"]),
+        ({"max_consecutive_skips": 0}, ValueError, ["max_consecutive_skips=0"]),
+        ({"kernels": "fast"}, ValueError, ["kernels='fast'", "'reference'"]),
+        ({"other_optimizers": "ignore"}, ValueError, ["other_optimizers='ignore'", "'dense'"]),
+        ({"convert_optimizers": None}, TypeError, ["convert_optimizers=None"]),
+        ({"broadcast_buffers": "no"}, TypeError, ["broadcast_buffers='no'"]),
+        ({"overlap_dense": 0}, TypeError, ["overlap_dense=0"]),
+    ],
+)
+def test_options_are_checked_when_the_strategy_is_made(
+    options: dict[str, Any], error: type[Exception], words: list[str]
+) -> None:
+    with pytest.raises(error) as caught:
+        strategy_class()(**options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+class Other(ob.OnebitAdam):
+    """An algorithm with fewer options."""
+
+    algorithm = "other"
+
+    def __init__(self, params: Any, lr: float = 1e-3, *, block_size: int = 2048) -> None:
+        super().__init__(params, lr, block_size=block_size)
+
+
+@pytest.fixture
+def other_algorithm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Algorithm]:
+    algorithm = Algorithm("other", "another one", Other, warm_up=False, aliases=("nickname",))
+    monkeypatch.setitem(ALGORITHMS, "other", algorithm)
+    yield algorithm
+
+
+def test_one_table_entry_makes_an_algorithm_with_its_names_and_options(other_algorithm: Algorithm) -> None:
+    assert {"other", "other_spawn", "nickname", "nickname_fork"} <= set(available_strategies())
+    assert find_algorithm("nickname") is other_algorithm
+    assert other_algorithm.options == {"block_size"}
+    strategy = strategy_class()("nickname", block_size=64)
+    assert strategy.algorithm == "other"
+    made = strategy.optimizer([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
+    assert type(made) is Other and made.options.block_size == 64
+
+
+def test_an_option_that_the_algorithm_does_not_have_names_those_that_have_it(other_algorithm: Algorithm) -> None:
+    with pytest.raises(ValueError, match=r"freeze_step=5 is no option of 'other'.*'onebit_adam' has it"):
+        strategy_class()("other", freeze_step=5)
+    with pytest.raises(ValueError, match="no algorithm has it"):
+        registry.check_options(other_algorithm, {"colour": "red"})
+
+
+def test_the_factory_merges_the_strategys_options_and_refuses_contradictions() -> None:
+    strategy = strategy_class()(freeze_step=5, block_size=64)
+    weights = [torch.nn.Parameter(torch.zeros(2))]
+    made = strategy.optimizer(weights, lr=0.1, denominator_floor=0.5, block_size=64)
+    assert made.freeze_step == 5 and made.options.block_size == 64 and made.param_groups[0]["lr"] == 0.1
+    assert made.settings["denominator_floor"] == 0.5
+    with pytest.raises(ValueError, match=r"freeze_step=6.*freeze_step=5"):
+        strategy.optimizer(weights, freeze_step=6)
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_a_strategy_can_be_pickled_for_spawn(tree: str) -> None:
+    pl = importlib.import_module(TREES[tree])
+    plugin = pl.plugins.Precision()
+    strategy = strategy_class(tree)(freeze_step=5, timeout=timedelta(seconds=77), precision_plugin=plugin)
+    strategy.optimizer([torch.nn.Parameter(torch.zeros(2))])
+    copy = pickle.loads(pickle.dumps(strategy))
+    assert type(copy) is type(strategy) and copy._timeout == timedelta(seconds=77)
+    assert copy.optimizer([torch.nn.Parameter(torch.zeros(2))]).freeze_step == 5
+    # the copy's plugin clips compressed optimizers by their own rule, on the copy and not on the original
+    x = torch.nn.Parameter(torch.zeros(4))
+    made = copy.optimizer([x])
+    x.grad = torch.full((4,), 3.0)
+    copy.precision_plugin.clip_grad_by_norm(made, 1.5)
+    assert torch.allclose(x.grad, torch.full((4,), 0.75))
+    assert copy.precision_plugin.clip_grad_by_norm._plugin is copy.precision_plugin
+
+
+def test_norm_clipping_of_other_optimizers_stays_the_plugins_own() -> None:
+    from lightning.pytorch.plugins import Precision
+
+    class Doubling(Precision):
+        def clip_grad_by_norm(self, optimizer: Any, clip_val: float) -> None:
+            optimizer.param_groups[0]["params"][0].grad *= 2
+
+    plugin = Doubling()
+    strategy_class()(precision_plugin=plugin)
+    x = torch.nn.Parameter(torch.zeros(1))
+    x.grad = torch.ones(1)
+    plugin.clip_grad_by_norm(torch.optim.SGD([x], lr=1.0), 0.1)
+    assert x.grad.item() == 2.0
+
+
+# ----- the two trees ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("mine", "theirs"), list(itertools.permutations(TREES)))
+def test_a_trainer_of_the_other_tree_is_told_which_module_to_import_from(mine: str, theirs: str) -> None:
+    pl = importlib.import_module(TREES[theirs])
+    with pytest.raises(ValueError, match=f"from lightning_onebit.{theirs} import OnebitStrategy"):
+        pl.Trainer(accelerator="cpu", devices=1, strategy=strategy_class(mine)())
+
+
+REFUSE = """
+import sys
+class Refuse:
+    def __init__(self, *names):
+        self.names = names
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+"""
+
+
+def run_python(program: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", REFUSE + program], capture_output=True, text=True, timeout=120, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_without_lightning_the_torch_level_works_and_the_strategy_says_what_to_install() -> None:
+    run_python("""
+sys.meta_path.insert(0, Refuse("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"))
+from lightning_onebit import *
+import lightning_onebit as ob
+assert "onebit_adam" in available_strategies()
+import torch
+OnebitAdam([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+assert "OnebitStrategy" not in dir(ob) and "OnebitStrategy" not in globals()
+for name in ("ob.OnebitStrategy", "ob.callbacks.VarianceFreeze"):
+    try:
+        eval(name)
+    except ImportError as error:
+        assert "install `lightning` or `pytorch-lightning`" in str(error), error
+    else:
+        raise SystemExit(name)
+try:
+    ob.Nothing
+except AttributeError as error:
+    assert "Nothing" in str(error)
+""")
+
+
+def test_the_tree_that_the_user_has_loaded_decides_although_both_are_installed() -> None:
+    # imported after: names are registered when the tree comes, and the other tree is never imported
+    run_python("""
+import lightning_onebit as ob
+assert not {"lightning.pytorch", "pytorch_lightning"} & set(sys.modules), "importing the package imported Lightning"
+import pytorch_lightning as pl
+assert "onebit_adam" in pl.strategies.StrategyRegistry
+assert issubclass(ob.OnebitStrategy, pl.strategies.DDPStrategy)
+assert issubclass(ob.callbacks.VarianceFreeze, pl.Callback)
+assert "lightning.pytorch" not in sys.modules
+import lightning.pytorch
+assert "onebit_adam" in lightning.pytorch.strategies.StrategyRegistry
+""")
+    # both loaded before: lightning.pytorch is preferred
+    run_python("""
+import pytorch_lightning
+import lightning.pytorch as pl
+import lightning_onebit as ob
+assert "onebit_adam" in pl.strategies.StrategyRegistry and "onebit_adam" in pytorch_lightning.strategies.StrategyRegistry
+assert issubclass(ob.OnebitStrategy, pl.strategies.DDPStrategy)
+""")
+
+
+# ----- what is refused when fitting starts ----------------------------------------------------------------------------------
+
+
+def sgd(module: Any) -> Any:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def adamw(**options: Any) -> Callable[[Any], Any]:
+    return lambda module: torch.optim.AdamW(module.parameters(), **options)
+
+
+def unreturned_scheduler(module: Any) -> Any:
+    optimizer = torch.optim.AdamW(module.parameters())
+    module.scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return optimizer
+
+
+def one_frozen_one_not(module: Any) -> Any:
+    return [ob.OnebitAdam(module.net[0].parameters(), freeze_step=2), ob.OnebitAdam(module.net[2].parameters())]
+
+
+def shared_parameter(module: Any) -> Any:
+    return [ob.OnebitAdam(module.net.parameters()), torch.optim.SGD(module.net[0].parameters(), lr=0.1)]
+
+
+def foreign_parameter(module: Any) -> Any:
+    return ob.OnebitAdam([*module.parameters(), torch.nn.Parameter(torch.zeros(5))])
+
+
+def ignored_parameter(module: Any) -> Any:
+    module._ddp_params_and_buffers_to_ignore = ["net.0.weight"]
+    return ob.OnebitAdam(module.parameters())
+
+
+def lazy_net() -> torch.nn.Module:
+    return torch.nn.LazyLinear(3)
+
+
+def sparse_net() -> torch.nn.Module:
+    return torch.nn.Embedding(5, 3, sparse=True)
+
+
+def endless() -> Any:
+    class Endless(torch.utils.data.IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(loader().dataset)
+
+    return torch.utils.data.DataLoader(Endless(), batch_size=4)
+
+
+def scaled_precision() -> Any:
+    from lightning.pytorch.plugins import MixedPrecision
+
+    return MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu"))
+
+
+def freeze_callback() -> Any:
+    from lightning_onebit.lightning import VarianceFreeze
+
+    return VarianceFreeze(step=3)
+
+
+FACTORIES = ["self.trainer.strategy.optimizer", "lightning_onebit.OnebitAdam", 'other_optimizers="dense"']
+
+#: name -> configure_optimizers, options of the strategy, words of the error; further: net, data, keywords of the Trainer
+REFUSED: dict[str, dict[str, Any]] = {
+    "another optimizer": {"configure": sgd, "words": ["SGD", *FACTORIES]},
+    "a subclass of Adam": {
+        "configure": lambda m: type("MyAdam", (torch.optim.Adam,), {})(m.parameters()),
+        "words": ["MyAdam", *FACTORIES],
+    },
+    "amsgrad": {"configure": adamw(amsgrad=True), "words": ["AdamW", "amsgrad=True", *FACTORIES]},
+    "conversion off": {
+        "configure": adamw(),
+        "options": {"convert_optimizers": False},
+        "words": ["AdamW", "convert_optimizers=False", *FACTORIES],
+    },
+    "option without effect, direct": {
+        "configure": onebit(None),
+        "options": {"block_size": 64},
+        "words": ["block_size=64", "cannot take effect", "self.trainer.strategy.optimizer"],
+    },
+    "option without effect, dense": {
+        "configure": sgd,
+        "options": {"block_size": 64, "other_optimizers": "dense"},
+        "words": ["block_size=64", "cannot take effect"],
+    },
+    "algorithm": {
+        "configure": lambda m: Other(m.parameters()),
+        "words": ["'onebit_adam'", "Other", 'strategy="other"', "self.trainer.strategy.optimizer"],
+    },
+    "scheduler": {"configure": unreturned_scheduler, "words": ["scheduler", "return it from `configure_optimizers`"]},
+    "two ways to freeze": {
+        "configure": one_frozen_one_not,
+        "manual": True,
+        "words": ["freeze_step", "VarianceFreeze"],
+    },
+    "freeze_step and callback": {
+        "configure": onebit(5),
+        "trainer": lambda: {"callbacks": [freeze_callback()]},
+        "words": ["freeze_step=5", "VarianceFreeze"],
+    },
+    "unknown number of steps": {
+        "configure": onebit(None),
+        "data": endless,
+        "words": ["max_step", "unknown"],
+    },
+    "shared parameter": {
+        "configure": shared_parameter,
+        "options": {"other_optimizers": "dense"},
+        "manual": True,
+        "words": ["net.0.weight", "give it to one of them"],
+    },
+    "foreign parameter": {"configure": foreign_parameter, "words": ["(5,)", "register it"]},
+    "ignored parameter": {
+        "configure": ignored_parameter,
+        "words": ["net.0.weight", "_ddp_params_and_buffers_to_ignore"],
+    },
+    "lazy module": {"configure": onebit(None), "net": lazy_net, "words": ["net.weight", "forward pass"]},
+    "sparse gradients": {"configure": onebit(None), "net": sparse_net, "words": ["net", "sparse=False"]},
+    "loss scaling": {
+        "configure": onebit(None),
+        "trainer": lambda: {"plugins": [scaled_precision()]},
+        "words": ["16-mixed", "bf16-mixed"],
+    },
+}
+
+
+def refuse(rank: int, world: int) -> dict[str, str]:
+    pl = enter(rank)
+    messages = {}
+    for name, case in REFUSED.items():
+        attributes = {"automatic_optimization": not case.get("manual", False)}
+        module = make_module(pl, case["configure"], case.get("net", plain_net), **attributes)
+        strategy = strategy_class()(**case.get("options", {}))
+        trainer = quiet_trainer(pl, strategy, **case.get("trainer", dict)())
+        try:
+            trainer.fit(module, case.get("data", loader)())
+            messages[name] = "nothing was raised"
+        except pl.utilities.exceptions.MisconfigurationException as error:
+            messages[name] = str(error)
+    return messages
+
+
+def test_what_could_not_take_effect_or_be_trained_raises_when_fitting_starts_and_names_the_remedy() -> None:
+    [messages] = run_ranks(refuse, 1)
+    assert messages.keys() == REFUSED.keys()
+    for name, message in messages.items():
+        for word in REFUSED[name]["words"]:
+            assert word in message, f"{name}: {message}"
+
+
+# ----- the default freeze ---------------------------------------------------------------------------------------------------
+
+
+def default_freeze(rank: int, world: int) -> dict[str, Any]:
+    pl = enter(rank)
+    from lightning_onebit.lightning import VarianceFreeze
+
+    lines: list[str] = []
+    strategy_module = importlib.import_module("lightning_onebit.strategy")
+    strategy_module.rank_zero_info = lines.append  # type: ignore[attr-defined]
+    found: dict[str, Any] = {}
+
+    def fit(
+        name: str, strategy: Any, configure: Any, callbacks: list[Any] | None = None, fits: int = 1, **attributes: Any
+    ) -> None:
+        seen: list[Any] = []
+
+        def on_train_start(module: Any) -> None:
+            seen[:] = [c for c in module.trainer.callbacks if isinstance(c, VarianceFreeze)]
+
+        module = make_module(pl, configure, on_train_start=on_train_start, **attributes)
+        trainer = quiet_trainer(pl, strategy, max_epochs=5, callbacks=callbacks)
+        lines.clear()
+        for _ in range(fits):
+            trainer.fit(module, loader(32))
+        optimizers = trainer.strategy.onebit_optimizers
+        dense = [o.freeze_step or o.steps - o.ledger.compressed_steps for o in optimizers]
+        found[name] = (
+            [(c.mode, c.step, c.max_fraction) for c in seen],
+            sum("VarianceFreeze" in line for line in lines),
+            sum("converted" in line for line in lines),
+            [str(o.phase.value) for o in optimizers],
+            dense,
+        )
+
+    fit("none", "onebit_adam", onebit(None, force_compression=True))
+    fit("twice", "onebit_adam", onebit(None, force_compression=True), fits=2)
+    fit("optimizer", "onebit_adam", onebit(3))
+    fit("strategy", strategy_class()(freeze_step=3), adamw())
+    fit("callback", "onebit_adam", onebit(None, force_compression=True), [VarianceFreeze(step=3)])
+    fit(
+        "model's callback",
+        "onebit_adam",
+        onebit(None, force_compression=True),
+        configure_callbacks=lambda module: VarianceFreeze(step=3),
+    )
+    fit("dense", strategy_class()(other_optimizers="dense"), sgd)
+    return found
+
+
+def test_a_freeze_is_added_exactly_where_nothing_says_when_the_warm_up_ends() -> None:
+    [found] = run_ranks(default_freeze, 1)
+    # 4 batches per epoch, 5 epochs: 20 % are 4 steps
+    assert found["none"] == ([("auto", None, 0.2)], 1, 0, ["compressed"], [4])
+    assert found["twice"][0] == [("auto", None, 0.2)], "one for each fit, not two"
+    assert found["optimizer"] == ([], 0, 0, ["compressed"], [3])
+    assert found["strategy"] == ([], 0, 1, ["compressed"], [3])
+    assert found["callback"] == ([(None, 3, 0.2)], 0, 0, ["compressed"], [3])
+    assert found["model's callback"] == ([(None, 3, 0.2)], 0, 0, ["compressed"], [3])
+    assert found["dense"] == ([], 0, 0, [], [])
