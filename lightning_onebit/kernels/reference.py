@@ -441,8 +441,7 @@ class ReferenceKernels:
             received: one row of bits per worker.
             lengths: int32 ``(blocks_per_row,)``.
             mode: ``"random"``: negative where not ``n - 2c > n*U`` (c negatives of n); ``"majority"``: the sign of
-                ``n - 2c``, ties by
-                the hash's top bit; ``"mean"``: bit planes of c.
+                ``n - 2c``, ties by the hash's top bit; ``"mean"``: bit planes of c.
             key: from ``counter_rng.draw_key``.
             first_block: global number of the chunk's first block.
             out: int32 ``(blocks_per_row, planes, words)``; one plane except for ``"mean"``, least significant first.
@@ -472,8 +471,7 @@ class ReferenceKernels:
         decay: Tensor,
         lr: Tensor,
     ) -> None:
-        """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` where it has never had a gradient
-        anywhere.
+        """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` elsewhere.
 
         Args:
             bucket: the block map (whole bucket).

@@ -283,6 +283,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         gradients before the step.
         """
         self._prepare()
+        self._refuse_sparse_gradients()
         self._decision = self.next_step_is_dense
         if self._reducer is None or (self._present is not None and not self._reducer.stale):
             return
@@ -777,6 +778,15 @@ class OnebitOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {shape} has strides {p.stride()} with gaps or overlaps; make it contiguous"
                 )
 
+    def _refuse_sparse_gradients(self) -> None:
+        for i in self._known():
+            grad = self._params[i].grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise TypeError(
+                    f"{self.name_of(i)} has a sparse gradient; {type(self).__name__} trains dense gradients only (build the layer with "
+                    "sparse=False)"
+                )
+
     def _prepare(self) -> None:
         """Plans and connects on first use, and again when a parameter becomes trainable."""
         if self._plan is None or self._transport is None:
@@ -805,6 +815,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._layout(kept)
         elif self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
             self.load_state_dict(self.state_dict())  # connected to another world since: cut everything anew
+        else:
+            self._layout_dense(kept)
         if connect:
             self._connect()
         if self._transport is not None:
@@ -833,8 +845,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
             bucket_elements=int(self.options.bucket_mb * 2**20 / 4),
             device=self._device,
         )
+        self._flat = {name: torch.zeros(self._plan.elements, device=self._device) for name in self._arenas()}
+        self._layout_dense(kept)
+
+    def _layout_dense(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        """State that is kept by parameter: moments of dense groups and master weights; then all state there was."""
         names = self._arenas()
-        self._flat = {name: torch.zeros(self._plan.elements, device=self._device) for name in names}
         self._dense_state = {
             i: {name: torch.zeros_like(self._params[i], dtype=torch.float32) for name in names} for i in self._dense
         }
@@ -936,8 +952,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         return packed
 
     def residual_state_dict(self) -> dict[str, Any]:
-        """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other state of one
-        rank.
+        """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other local state.
 
         The tensors are the optimizer's own, not copies.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,7 @@ _SCALARS = ("coeff_average", "last_factor", "last_coeff")
 
 
 class OnebitLamb(AdamMoments):
-    r"""1-bit LAMB: layer-wise adaptive steps whose trust ratios are frozen and then corrected from fresh second
-    moments.
+    r"""1-bit LAMB: layer-wise adaptive steps with frozen, then corrected trust ratios and one-bit momentum.
 
     Warm-up, per parameter tensor (this is LAMB)::
 
@@ -71,7 +70,7 @@ class OnebitLamb(AdamMoments):
     """
 
     algorithm = "onebit_lamb"
-    _replicated = {**AdamMoments._replicated, "exp_avg_sq_fresh": "fresh"}
+    _replicated: ClassVar[dict[str, str]] = {**AdamMoments._replicated, "exp_avg_sq_fresh": "fresh"}
 
     def __init__(
         self,
@@ -137,8 +136,7 @@ class OnebitLamb(AdamMoments):
         )
 
     def get_lamb_coeffs(self) -> dict[str, float]:
-        """The coefficient each parameter's last step was scaled by: c in the warm-up, ``c_avg*f`` in the compressed
-        stage.
+        """The coefficients of the last step: c in the warm-up, ``c_avg*f`` in the compressed stage.
 
         Returns:
             A fresh dict, name (or ``"parameter i"``) -> coefficient, of the parameters that have been stepped.

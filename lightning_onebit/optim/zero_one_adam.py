@@ -146,8 +146,7 @@ class ZeroOneAdam(AdamMoments):
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
-        """Shows the model that all ranks share while the context lasts: the weights of the last synchronisation,
-        decayed since.
+        """Shows the model that all ranks share: the weights of the last synchronisation, decayed since.
 
         No communication; outside of local steps it does nothing. Training continues as if nobody had looked. Do not
         step inside.
