@@ -150,6 +150,15 @@ def test_fingerprint_changes_with_any_bit_and_with_order_and_with_nothing_else(
     assert fingerprint(raw) != fingerprint(tensor)
 
 
+def test_fingerprint_sees_every_sign_of_the_widest_words() -> None:
+    # The topmost bit of a 64-bit word survives only a multiplication by an odd weight.
+    tensor = torch.ones(64, dtype=torch.float64)
+    for position in range(64):
+        changed = tensor.clone()
+        changed[position] = -1
+        assert fingerprint(changed) != fingerprint(tensor)
+
+
 def test_fingerprint_sees_order_zeros_and_signs_of_zero() -> None:
     assert fingerprint(torch.tensor([1.0, 2.0])) != fingerprint(torch.tensor([2.0, 1.0]))
     assert fingerprint(torch.zeros(2)) != fingerprint(torch.zeros(3))

@@ -300,6 +300,7 @@ def test_a_second_fit_starts_its_metrics_anew_and_goes_on_with_the_totals() -> N
     callback.on_train_batch_end(trainer, module, None, None, 0)
     assert module.logged[-1]["onebit/total_bytes_sent"] == 10**6 + optimizer.ledger.last.bytes_sent
     assert int(callback.metrics[0]["volume"].compute()) == optimizer.ledger.last.bytes_sent
+    assert int(callback.metrics[0]["time"].steps) == 1
     assert set(callback.metrics[0]) == {"volume", "ratio", "time", "residual"}
 
 
