@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import importlib
 from typing import Any
 
 import pytest
@@ -63,16 +65,20 @@ class Recorder:
 def train_as_ddp(rank: int, world: int, tree: str) -> list[str]:
     pl = enter(rank, tree)
     problems = []
-    settings: list[dict[str, Any]] = [
-        {"max_epochs": 2},
-        {"accumulate_grad_batches": 3, "gradient_clip_val": 0.1},  # 4 batches: the last window is not full
-        {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value", "check_val_every_n_epoch": 1},
+    settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"max_epochs": 2}, {}),
+        # 4 batches: the last window is not full
+        ({"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"overlap_dense": False}),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"broadcast_buffers": False}),
     ]
     for configure in (sgd, adamw):
-        for kwargs in settings:
+        for kwargs, options in settings:
             results = []
-            dense = strategy_class(tree)(other_optimizers="dense", convert_optimizers=False)
-            for strategy in ("ddp_find_unused_parameters_true", dense):
+            ddp_options = {name: value for name, value in options.items() if name == "broadcast_buffers"}
+            for strategy in (
+                pl.strategies.DDPStrategy(find_unused_parameters=True, **ddp_options),
+                strategy_class(tree)(other_optimizers="dense", convert_optimizers=False, **options),
+            ):
                 recorder = Recorder()
                 # every rank starts from other weights and buffers: rank 0's must win
                 module = make_module(pl, configure, norm_net, seed=rank, **recorder.methods())
@@ -81,19 +87,14 @@ def train_as_ddp(rank: int, world: int, tree: str) -> list[str]:
                 trainer.fit(module, loader(), loader(24, seed=4))
                 metrics = {name: value.clone() for name, value in trainer.callback_metrics.items()}
                 results.append((module.state_dict(), metrics, recorder))
-            (state, metrics, grads), (our_state, our_metrics, our_grads) = results
-            problems += [f"{configure.__name__} {kwargs}: {name}" for name in differing(state, our_state)]
-            problems += [f"{configure.__name__} {kwargs}: {name}" for name in differing(metrics, our_metrics)]
-            for theirs, ours in zip(grads.after_backward, our_grads.after_backward, strict=True):
-                problems += [
-                    f"{configure.__name__} {kwargs}: gradient of {n}"
-                    for n in theirs
-                    if not torch.equal(theirs[n], ours[n])
-                ]
-            for theirs, ours in zip(grads.after_clipping, our_grads.after_clipping, strict=True):
-                problems += [
-                    f"{configure.__name__} {kwargs}: clipped {n}" for n in theirs if not torch.equal(theirs[n], ours[n])
-                ]
+            (state, metrics, theirs), (our_state, our_metrics, ours) = results
+            different = differing(state, our_state) + differing(metrics, our_metrics)
+            for grads, our_grads in (
+                *zip(theirs.after_backward, ours.after_backward, strict=True),
+                *zip(theirs.after_clipping, ours.after_clipping, strict=True),
+            ):
+                different += [f"gradient of {name}" for name in differing(grads, our_grads)]
+            problems += [f"{configure.__name__} {kwargs} {options}: {name}" for name in different]
     return problems
 
 
@@ -101,6 +102,61 @@ def train_as_ddp(rank: int, world: int, tree: str) -> list[str]:
 def test_with_nothing_to_compress_the_strategy_equals_ddp_bit_for_bit(tree: str) -> None:
     # BatchNorm, frozen, unused and empty parameters, validation between epochs, accumulation, clipping by norm and by value
     assert run_ranks(train_as_ddp, 2, tree, timeout=120) == [[], []]
+
+
+def unfreeze(rank: int, world: int) -> tuple[bool, list[str]]:
+    pl = enter(rank)
+
+    def on_train_epoch_start(module: Any) -> None:
+        module.net[0].requires_grad_(module.current_epoch > 0)
+
+    def configure(module: Any) -> Any:
+        return torch.optim.SGD(module.parameters(), lr=0.1)
+
+    module = make_module(pl, configure, plain_net, on_train_epoch_start=on_train_epoch_start)
+    module.net[0].requires_grad_(False)
+    first = module.net[0].weight.detach().clone()
+    quiet_trainer(pl, strategy_class()(other_optimizers="dense"), max_epochs=2).fit(module, loader())
+    return torch.equal(first, module.net[0].weight), same_on_all_ranks(dict(module.named_parameters()))
+
+
+def test_a_layer_that_is_unfrozen_while_training_is_averaged_from_then_on() -> None:
+    assert run_ranks(unfreeze, 2) == [(False, []), (False, [])]
+
+
+def overlap(rank: int, world: int) -> dict[str, Any]:
+    """How many all-reduces were under way when the first layer's gradient, the last of a backward, landed."""
+    pl = enter(rank)
+    importlib.import_module("lightning_onebit.strategy")._BUCKET_BYTES = 300  # type: ignore[attr-defined]
+    found: dict[str, Any] = {}
+    for name, configure, options in (
+        ("dense", sgd, {"other_optimizers": "dense"}),
+        ("dense, off", sgd, {"other_optimizers": "dense", "overlap_dense": False}),
+        ("warm-up", onebit(1000, bucket_mb=300 / 2**20), {}),
+        ("warm-up, off", onebit(1000, bucket_mb=300 / 2**20), {"overlap_dense": False}),
+    ):
+        issued: list[int] = []
+        module = make_module(pl, configure)
+        with counting() as seen:
+
+            def landed(grad: Tensor, seen: Any = seen, issued: list[int] = issued) -> None:
+                issued.append(len(seen.of("all_reduce")))
+
+            def on_train_batch_start(module: Any, batch: Any, index: int, seen: Any = seen) -> None:
+                seen.take()
+
+            type(module).on_train_batch_start = on_train_batch_start
+            module.net[0].weight.register_hook(landed)
+            quiet_trainer(pl, strategy_class()(**options)).fit(module, loader())
+        found[name] = issued
+    return found
+
+
+def test_dense_averaging_overlaps_with_backward_unless_turned_off() -> None:
+    for found in run_ranks(overlap, 2):
+        for name in ("dense", "warm-up"):
+            assert found[name] and min(found[name]) > 0
+            assert found[f"{name}, off"] and max(found[f"{name}, off"]) == 0
 
 
 # ----- warm-up ----------------------------------------------------------------------------------------------------------
@@ -242,6 +298,17 @@ def ways_to_run(rank: int, world: int) -> dict[str, Any]:
     trainer.fit(make_module(pl, adamw), loader(), loader(16))
     found["fast_dev_run"] = trainer.strategy.onebit_optimizers[0].steps
 
+    def broken(module: Any) -> None:
+        raise KeyError("a mistake of the user's")
+
+    module = make_module(pl, adamw, on_after_backward=broken)
+    with contextlib.suppress(KeyError):
+        quiet_trainer(pl, "onebit_adam").fit(module, loader())
+    found["broken off"] = (
+        len(dist.distributed_c10d._world.pg_map),
+        sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()),
+    )
+
     # several fits of one Trainer, one strategy and one optimizer object, whose state must live on
     kept: list[Any] = []
 
@@ -266,9 +333,10 @@ def ways_to_run(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def test_fast_dev_run_and_several_fits_of_one_trainer() -> None:
+def test_fast_dev_run_several_fits_of_one_trainer_and_a_fit_that_breaks_off() -> None:
     for found in run_ranks(ways_to_run, 2):
         assert found["fast_dev_run"] == 1
+        assert found["broken off"] == (1, 0)
         assert found["fits"] == (12, 6, [])
         assert found["groups"] == 1
 
