@@ -2,7 +2,7 @@
 
 from lightning_onebit.comm.buckets import Bucket, Plan, Span, is_dense, memory_order, plan_buckets
 from lightning_onebit.comm.control import Control, PlanMismatch, control_round, handshake
-from lightning_onebit.comm.exchange import Codec, Exchange, chunk_order, mean_in_order
+from lightning_onebit.comm.exchange import Codec, Exchange, ExchangeSession, chunk_order, mean_in_order
 from lightning_onebit.comm.ledger import ByteLedger, StepRecord
 from lightning_onebit.comm.reducer import Reducer
 from lightning_onebit.comm.topology import Topology, distributed_world
@@ -17,6 +17,7 @@ __all__ = [
     "CollectiveTimeout",
     "Control",
     "Exchange",
+    "ExchangeSession",
     "Pending",
     "Plan",
     "PlanMismatch",

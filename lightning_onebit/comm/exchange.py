@@ -63,23 +63,14 @@ class Exchange:
             CollectiveTimeout: a rank did not join a collective; the message names rank, step, round and bucket.
             CollectiveFailure: a collective failed.
         """
-        flying: deque[_Flight] = deque()
-        waiting = deque(buckets)
-        # A tick: launch the next bucket, then move every older one a stage on, oldest first. The order depends on
-        # nothing but
-        # the number of buckets, so all ranks issue the same sequence of collectives.
-        while waiting or flying:
-            newest: _Flight | None = None
-            if waiting and len(flying) < self.depth:
-                newest = _Flight(self._journey(waiting.popleft(), codec))
-                newest.advance()
-                flying.append(newest)
-            for flight in [f for f in flying if f is not newest]:
-                flight.advance()
-            while flying and flying[0].landed:
-                flying.popleft()
-            if newest is not None and newest.landed:
-                flying.remove(newest)
+        session = self.begin(codec)
+        for bucket in buckets:
+            session.launch(bucket)
+        session.finish()
+
+    def begin(self, codec: Codec) -> ExchangeSession:
+        """Opens an exchange whose buckets are launched one by one, as their gradients arrive."""
+        return ExchangeSession(self, codec)
 
     def _journey(self, bucket: Bucket, codec: Codec) -> Generator[Pending, None, None]:
         transport, topology = self.transport, self.transport.topology
@@ -134,6 +125,50 @@ def mean_in_order(parts: Tensor) -> Tensor:
     return total.mul_(torch.tensor(1.0 / parts.shape[0], dtype=torch.float32, device=parts.device))
 
 
+class ExchangeSession:
+    """An exchange under way.
+
+    Every launch is a tick: the new bucket is encoded and sent, then every older one moves a stage on, oldest first. The
+    order
+    depends on the sequence of launches alone, so ranks that launch alike issue the same sequence of collectives.
+    """
+
+    def __init__(self, exchange: Exchange, codec: Codec) -> None:
+        self._exchange = exchange
+        self._codec = codec
+        self._flying: deque[_Flight] = deque()
+
+    def launch(self, bucket: Bucket) -> None:
+        """Sends a bucket on its way; waits first if too many are in flight.
+
+        Raises:
+            CollectiveFailure: an older bucket's collective failed or timed out.
+        """
+        while len(self._flying) >= self._exchange.depth:
+            self._advance()
+        older = list(self._flying)
+        newest = _Flight(self._exchange._journey(bucket, self._codec))
+        newest.advance()
+        self._flying.append(newest)
+        for flight in older:
+            flight.advance()
+        self._land()
+
+    def finish(self) -> None:
+        """Brings all buckets in."""
+        while self._flying:
+            self._advance()
+
+    def _advance(self) -> None:
+        for flight in self._flying:
+            flight.advance()
+        self._land()
+
+    def _land(self) -> None:
+        while self._flying and self._flying[0].landed:
+            self._flying.popleft()
+
+
 class _Flight:
     """A bucket's journey and the collective it waits for."""
 
@@ -144,6 +179,8 @@ class _Flight:
 
     def advance(self) -> None:
         """Waits for the collective under way, then runs up to the next one."""
+        if self.landed:
+            return
         if self._pending is not None:
             self._pending.wait()
             self._pending = None

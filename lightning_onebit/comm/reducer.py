@@ -142,6 +142,8 @@ class Reducer:
             self.stale = True
             if not (self._armed and self.overlap and param.numel() and self.takes_part(index)):
                 return
+            if param.grad is not None and param.grad.layout is not torch.strided:
+                return  # a sparse gradient: the optimizer refuses it by the parameter's name
             bucket, k = self._place[index]
             if self._ready[index]:
                 in_place = param.grad is not None and param.grad.data_ptr() == bucket.views[k].data_ptr()

@@ -51,6 +51,9 @@ class OnebitAdam(AdamMoments):
         max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error.
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``; all give the same bits.
         timeout: seconds that a rank waits for the others in one collective.
+        overlap: ``"step"``, or ``"backward"`` to send buckets as their gradients land (no norm clipping, no skipping of
+            steps).
+        residual_dtype: ``"float32"`` or ``"bfloat16"`` (half the memory of the residuals, some accuracy).
 
     Raises:
         TypeError: an option or parameter of the wrong type (sparse and complex parameters among them).
@@ -83,6 +86,8 @@ class OnebitAdam(AdamMoments):
         max_consecutive_skips: int = 100,
         kernels: str = "auto",
         timeout: float = 1800.0,
+        overlap: str = "step",
+        residual_dtype: str = "float32",
     ) -> None:
         super().__init__(
             params,
@@ -96,6 +101,8 @@ class OnebitAdam(AdamMoments):
                 max_consecutive_skips=max_consecutive_skips,
                 kernels=kernels,
                 timeout=timeout,
+                overlap=overlap,
+                residual_dtype=residual_dtype,
             ),
             {
                 "freeze_step": freeze_step,

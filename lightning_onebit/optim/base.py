@@ -24,6 +24,7 @@ from lightning_onebit.comm import (
     ByteLedger,
     Control,
     Exchange,
+    ExchangeSession,
     Plan,
     Reducer,
     Topology,
@@ -140,6 +141,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
         # whether the running step is dense; decided once, since a schedule may change lr between backward and step
         self._decision: bool | None = None
         self._protected: dict[int, _Protected] = {}
+        # overlap="backward": the exchange under way, what has come back, and what backward still owes to each bucket
+        self._session: ExchangeSession | None = None
+        self._arrived: list[tuple[Bucket, Tensor]] = []
+        self._owed: list[int] = []
+        self._launched = 0
+        self._early_buckets: list[Bucket] = []
+        self._landing_hooks: list[Any] = []
 
     # ----- what users see ---------------------------------------------------------------------------------------------
 
@@ -258,6 +266,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Gives hooks, buffers and groups back (they are not destroyed). State stays; the next step connects anew."""
         if self._reducer is not None:
             self._reducer.close()
+        for handle in self._landing_hooks:
+            handle.remove()
+        self._landing_hooks = []
+        self._session = None
         self._reducer = self._exchange = self._transport = self._topology = None
         self._present = self._verdict = None
 
@@ -273,6 +285,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         if self._reducer is not None and sync and any(p.requires_grad for p in self._reducer.params):
             self._select_lanes()
             self._reducer.arm()
+        if sync and self._early and not self._decision:
+            self._open_session()
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
@@ -304,6 +318,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
             The norm before clipping, fp32, 0-d.
         """
         check_number("max_norm", max_norm, above=0)
+        if self.options.overlap == "backward":
+            raise ValueError(
+                "clip_grad_norm_(): the norm needs all gradients, but overlap='backward' sends them as they come; use overlap='step'"
+            )
         self.sync_gradients()
         if self.options.max_grad_norm is not None:
             raise ValueError(
@@ -376,6 +394,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._prepare()
         dense = self._decision = self.next_step_is_dense
         self.sync_gradients()
+        if self._early and not dense:
+            return self._step_early(loss)
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
         already_clipped = self._verdict is not None
         self._active = list(verdict.present)
@@ -393,6 +413,82 @@ class OnebitOptimizer(torch.optim.Optimizer):
         else:
             self._note_skip()
         return loss
+
+    # ----- overlap="backward" -----------------------------------------------------------------------------------------
+
+    @property
+    def _early(self) -> bool:
+        """Whether compressed buckets leave during backward."""
+        return self.options.overlap == "backward" and self._ranks().size > 1
+
+    def _open_session(self) -> None:
+        """Arms the exchange: a bucket leaves as soon as the last of its gradients has landed, in bucket order."""
+        assert self._exchange is not None
+        if not self._landing_hooks:
+            self._landing_hooks = [
+                self._params[i].register_post_accumulate_grad_hook(self._landing_hook(slot))
+                for slot, i in enumerate(self._slots)
+                if self._params[i].requires_grad
+            ]
+        trains = [self._params[i].requires_grad for i in self._slots]
+        self._early_buckets = [b for b in self._buckets() if any(trains[slot] for slot in b.params)]
+        self._owed = [sum(trains[slot] for slot in b.params) for b in self._early_buckets]
+        self._active = [p.requires_grad for p in self._params]
+        self._grad_scale = 1.0
+        self._protected = {}
+        self._arrived, self._launched = [], 0
+        self._begin_exchange()
+        self._session = self._exchange.begin(self)
+
+    def _landing_hook(self, slot: int) -> Callable[[Tensor], None]:
+        @torch.no_grad()
+        def landed(_: Tensor) -> None:
+            if self._session is None:
+                return
+            for position, bucket in enumerate(self._early_buckets):
+                if slot in bucket.params:
+                    self._owed[position] -= 1
+            while self._launched < len(self._owed) and self._owed[self._launched] <= 0:
+                self._session.launch(self._early_buckets[self._launched])
+                self._launched += 1
+
+        return landed
+
+    def _step_early(self, loss: Any) -> Any:
+        """The rest of a step whose exchange began in backward: what never landed counts as zero, then apply."""
+        if self._session is None:
+            self._open_session()
+        session = self._session
+        assert session is not None
+        for bucket in self._early_buckets[self._launched :]:
+            session.launch(bucket)
+        session.finish()
+        for i in self._slots:
+            self._t[i] += self._active[i]
+        arrived, self._arrived, self._session = self._arrived, [], None
+        self._refuse_non_finite(arrived)
+        with self.ledger.compressing():
+            for bucket, gathered in arrived:
+                self.finish(bucket, gathered)
+            self._end_exchange()
+        self._publish([i for i in self._slots if self._active[i]])
+        dense = self._judge(norm=False) if self._dense and self._reducer is not None else None
+        self._step_dense([i for i in self._dense if dense is None or dense.present[i]])
+        self._steps += 1
+        self._close_step(False, skipped=False)
+        self._advance()
+        return loss
+
+    def _refuse_non_finite(self, arrived: list[tuple[Bucket, Tensor]]) -> None:
+        """All ranks hold the same scales, so all of them see a non-finite gradient of any rank."""
+        for bucket, gathered in arrived:
+            packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
+            if not bool(torch.isfinite(packed.scales).all()):
+                raise FloatingPointError(
+                    f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange (bucket {bucket.index}). With "
+                    "overlap='backward' gradients leave before all of them can be checked, so the step cannot be skipped; resume from "
+                    "the last checkpoint with overlap='step'"
+                )
 
     def _close_step(self, dense: bool, *, skipped: bool) -> None:
         self._present = self._verdict = self._decision = None
@@ -510,6 +606,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         if guard := self._protected.get(bucket.index):
             guard.save()
         a, m, b = self._coefficients(bucket, lo, hi)
+        held = self._residual_of(bucket)
+        residual = held.float()  # itself, unless residuals are kept in 16 bits
         self._kernels.compress(
             bucket,
             lo,
@@ -518,9 +616,11 @@ class OnebitOptimizer(torch.optim.Optimizer):
             m=m,
             b=b,
             g=shard if shard is not None else self._contribution(bucket),
-            e=self._residual_of(bucket),
+            e=residual,
             out=out,
         )
+        if residual is not held:
+            held.copy_(residual)
         return out.raw
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
@@ -531,7 +631,11 @@ class OnebitOptimizer(torch.optim.Optimizer):
         rows = Packed(received, count, bucket.block_size)
         out = self._payload(bucket, 1)
         lengths = bucket.lengths[chunk * count : (chunk + 1) * count]
-        self._kernels.reduce(rows, lengths, self._server_residual_of(bucket), out, 1.0 / ranks.nodes)
+        held = self._server_residual_of(bucket)
+        residual = held.float()
+        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes)
+        if residual is not held:
+            held.copy_(residual)
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
@@ -544,6 +648,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
         """Takes the averaged, compressed result and applies it."""
+        if self._session is not None:
+            self._arrived.append((bucket, gathered))  # weights must not change while backward may still read them
+            return
         packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
         self._apply(bucket, packed)
         guard = self._protected.get(bucket.index)
@@ -640,8 +747,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
     def _allocate_residuals(self) -> None:
         ranks, elements = self._ranks(), self._known_plan().elements
         if self._worker_residual is None:
-            self._worker_residual = torch.zeros(elements // ranks.ranks_per_node, device=self._device)
-            self._server_residual = torch.zeros(elements // ranks.size, device=self._device)
+            dtype = getattr(torch, self.options.residual_dtype)
+            self._worker_residual = torch.zeros(elements // ranks.ranks_per_node, dtype=dtype, device=self._device)
+            self._server_residual = torch.zeros(elements // ranks.size, dtype=dtype, device=self._device)
 
     def _ranks(self) -> Topology:
         if self._topology is None:

@@ -60,6 +60,8 @@ class OnebitLamb(AdamMoments):
         max_consecutive_skips: see ``OnebitAdam``.
         kernels: see ``OnebitAdam``.
         timeout: see ``OnebitAdam``.
+        overlap: see ``OnebitAdam``.
+        residual_dtype: see ``OnebitAdam``.
 
     Raises:
         TypeError: an option or parameter of the wrong type.
@@ -97,6 +99,8 @@ class OnebitLamb(AdamMoments):
         max_consecutive_skips: int = 100,
         kernels: str = "auto",
         timeout: float = 1800.0,
+        overlap: str = "step",
+        residual_dtype: str = "float32",
     ) -> None:
         check_number("max_coeff", max_coeff, above=0)
         check_number("min_coeff", min_coeff, least=0, most=max_coeff)
@@ -121,6 +125,8 @@ class OnebitLamb(AdamMoments):
                 max_consecutive_skips=max_consecutive_skips,
                 kernels=kernels,
                 timeout=timeout,
+                overlap=overlap,
+                residual_dtype=residual_dtype,
             ),
             {
                 "freeze_step": freeze_step,

@@ -90,6 +90,12 @@ class CommonOptions:
         max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error.
         kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
         timeout: seconds that a rank waits for the others in one collective.
+        overlap: ``"step"`` pipelines the exchange within ``step()``; ``"backward"`` sends a bucket as soon as its last
+            gradient has
+            landed. The latter excludes what needs all gradients first: norm clipping and skipping a step (a non-finite
+            gradient is
+            then an error on all ranks); parameters that are trainable but get no gradient count as zero gradients.
+        residual_dtype: ``"float32"``, or ``"bfloat16"`` to halve the residuals' memory at some cost in accuracy.
     """
 
     block_size: int = 2048
@@ -100,6 +106,8 @@ class CommonOptions:
     max_consecutive_skips: int = 100
     kernels: str = "auto"
     timeout: float = 1800.0
+    overlap: str = "step"
+    residual_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Checks every option.
@@ -117,3 +125,10 @@ class CommonOptions:
         check_integer("max_consecutive_skips", self.max_consecutive_skips, least=1)
         check_choice("kernels", self.kernels, BACKENDS)
         check_number("timeout", self.timeout, above=0)
+        check_choice("overlap", self.overlap, ("step", "backward"))
+        check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
+        if self.overlap == "backward" and self.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm={self.max_grad_norm} needs all gradients before the first is sent, overlap='backward' sends them as they "
+                "come; use overlap='step' or leave max_grad_norm out"
+            )

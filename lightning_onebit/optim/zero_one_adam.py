@@ -61,6 +61,7 @@ class ZeroOneAdam(AdamMoments):
         max_consecutive_skips: see ``OnebitAdam``.
         kernels: see ``OnebitAdam``.
         timeout: see ``OnebitAdam``.
+        residual_dtype: see ``OnebitAdam``.
 
     Raises:
         TypeError: an option or parameter of the wrong type.
@@ -95,6 +96,7 @@ class ZeroOneAdam(AdamMoments):
         max_consecutive_skips: int = 100,
         kernels: str = "auto",
         timeout: float = 1800.0,
+        residual_dtype: str = "float32",
     ) -> None:
         check_integer("var_update_scaler", var_update_scaler, least=1)
         check_choice("local_step_policy", local_step_policy, LOCAL_STEP_POLICIES)
@@ -120,6 +122,7 @@ class ZeroOneAdam(AdamMoments):
                 max_consecutive_skips=max_consecutive_skips,
                 kernels=kernels,
                 timeout=timeout,
+                residual_dtype=residual_dtype,
             ),
             {
                 "var_freeze_step": var_freeze_step,
