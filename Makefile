@@ -27,7 +27,8 @@ $(BIN)/python:
 	  { rm -rf $(VENV); echo "$(PYTHON) cannot create a virtual environment; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 
 $(STAMP): pyproject.toml constraints.txt | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,cli]'
+	@echo "Installing into $(VENV) (once; again only when pyproject.toml or constraints.txt change)"
+	$(BIN)/python -m pip install --constraint constraints.txt --editable '.[dev,cli]'
 	@touch $@
 
 demo: $(STAMP)

@@ -156,6 +156,8 @@ def plot(folders: tuple[Path, Path], results: tuple[dict[str, Any], dict[str, An
                 va="center",
                 annotation_clip=False,
             )
+        # The first fall from ln 256 = 5.5 would leave no room to tell the curves apart: it may leave the frame at the top.
+        left.set_ylim(top=1.35 * max(v for line in left.lines[1::2] for v in line.get_ydata()[:1]))
         freeze = results[1]["dense_steps"]
         if freeze < results[1]["steps"]:
             for axes in (left, right):

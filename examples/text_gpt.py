@@ -324,7 +324,7 @@ def parser() -> argparse.ArgumentParser:
     add("--accumulate", type=int, default=1, help="micro-batches per optimizer step")
     add("--clip", type=float, default=None, help="largest global gradient norm")
     add("--precision", default="32-true", help="Lightning precision")
-    add("--validate-every", type=int, default=50, help="steps between validations")
+    add("--validate-every", type=int, help="steps between validations; must divide --steps (default: about six in all)")
     add("--validation-windows", type=int, default=256, help="held-out windows per validation")
     add("--train-bytes", type=int, default=4 << 20, help="bytes of training text")
     add("--seed", type=int, default=1, help="seed of weights and data order")
@@ -332,9 +332,22 @@ def parser() -> argparse.ArgumentParser:
     return options
 
 
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Read the options and settle how often to validate, so that the last step is always validated."""
+    options = parser().parse_args(arguments)
+    if options.validate_every is None:
+        options.validate_every = options.steps // next(n for n in (6, 5, 7, 4, 8, 3, 2, 1) if options.steps % n == 0)
+    elif options.steps % options.validate_every:
+        parser().error(
+            f"--validate-every {options.validate_every} does not divide --steps {options.steps}: "
+            "the last step would not be validated; choose a divisor"
+        )
+    return options
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Train once and write the record of it."""
-    options = parser().parse_args(arguments)
+    options = parse(arguments)
     # Every process gets its share of the cores; without this each takes all of them and they get in each other's way.
     torch.set_num_threads(max(1, available_cores() // options.devices))
     warnings.filterwarnings("ignore", ".*does not have many workers.*")  # windows are slices of a tensor in memory

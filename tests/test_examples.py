@@ -1,0 +1,254 @@
+"""The examples run as they are: the demo compares two trainings, and configuration files drive the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
+sys.path.insert(0, str(EXAMPLES))
+
+import data  # noqa: E402
+
+SMALL_MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "2"]
+SMALL_DATA = ["--train-bytes", "65536", "--validation-windows", "8"]
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """Runs Python in ``folder`` and returns what it wrote; fails with it if the status is not 0."""
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+# ----- the text --------------------------------------------------------------------------------------------------------
+
+
+def library(folder: Path, files: int = 200) -> Path:
+    for number in range(files):
+        path = folder / f"package{number % 7}" / f"module{number}.py"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"# file {number:04d}\n" * 10)
+    (folder / "test").mkdir()
+    (folder / "test" / "test_left_out.py").write_text("left out\n" * 100)
+    return folder
+
+
+def test_corpus_is_the_same_at_every_reading_and_split_by_file(tmp_path: Path) -> None:
+    root = library(tmp_path)
+    train, validation = data.load_corpus(10**6, 10**6, root)
+    again = data.load_corpus(10**6, 10**6, root)
+    assert torch.equal(train, again[0]) and torch.equal(validation, again[1])
+    assert train.dtype == torch.uint8
+    texts = [bytes(part.numpy()).decode() for part in (train, validation)]
+    numbers = [set(re.findall(r"file (\d+)", text)) for text in texts]
+    assert numbers[0] and numbers[1]
+    assert not numbers[0] & numbers[1], "a file is in both parts"
+    assert len(numbers[0] | numbers[1]) == 200, "a file is in neither part"
+    assert "left out" not in texts[0] + texts[1]
+
+
+def test_corpus_is_cut_at_its_size_and_available_everywhere() -> None:
+    train, validation = data.load_corpus(50_000, 20_000)
+    assert (train.numel(), validation.numel()) == (50_000, 20_000)
+
+
+def test_corpus_without_source_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="use a Python that ships"):
+        data.load_corpus(root=tmp_path)
+
+
+def test_windows_cover_the_text_and_targets_are_the_next_bytes() -> None:
+    text = torch.arange(41, dtype=torch.uint8)
+    windows = data.TextWindows(text, 10)
+    assert len(windows) == 4
+    assert torch.equal(torch.cat([windows[i][:-1] for i in range(4)]), text[:40].long())
+    assert torch.equal(torch.cat([windows[i][1:] for i in range(4)]), text[1:].long())
+    assert len(data.TextWindows(text, 10, limit=3)) == 3
+    with pytest.raises(ValueError, match="length=41"):
+        data.TextWindows(text, 41)
+
+
+# ----- the demo --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """One small run of the demo: its folder and what it printed."""
+    folder = tmp_path_factory.mktemp("demo")
+    options = [*SMALL_MODEL, *SMALL_DATA, "--steps", "10", "--freeze-fraction", "0.3", "--warmup-steps", "2"]
+    printed = run([str(EXAMPLES / "demo.py"), "--out", str(folder), *options], folder)
+    return folder, printed
+
+
+def result(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / name / "result.json").read_text())
+
+
+def test_demo_trains_both_on_the_same_weights_and_data(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
+    dense, compressed = rows(folder / "ddp"), rows(folder / "onebit_adam")
+    assert [row["step"] for row in dense] == [str(step) for step in range(1, 11)]
+    # The first three steps are dense in both; what differs is the order of additions in the update.
+    for a, b in zip(dense[:4], compressed[:4], strict=True):
+        assert float(a["train_loss"]) == pytest.approx(float(b["train_loss"]), rel=1e-5)
+    # Compression is really on afterwards: nothing but rounding would differ otherwise.
+    assert abs(float(dense[-1]["train_loss"]) / float(compressed[-1]["train_loss"]) - 1) > 1e-6
+
+
+def test_demo_counts_bytes_by_formula_and_by_ledger(demo: tuple[Path, str]) -> None:
+    folder, _ = demo
+    dense, compressed = result(folder, "ddp"), result(folder, "onebit_adam")
+    per_step = 4 * dense["parameters"]  # 2 (n-1)/n * 4 N with n = 2
+    assert dense["bytes_sent"] == 10 * per_step == compressed["dense_bytes"]
+    assert compressed["dense_steps"] == 3
+    sent = [0, *(int(row["bytes_sent"]) for row in rows(folder / "onebit_adam"))]
+    steps = [after - before for before, after in itertools.pairwise(sent)]
+    assert sent[-1] == compressed["bytes_sent"]
+    assert all(per_step <= count < 1.02 * per_step for count in steps[:3])
+    # 32 bits less scales, padding of small tensors and the control round
+    assert all(count < per_step / 8 for count in steps[3:])
+
+
+def test_demo_ends_with_table_and_figure(demo: tuple[Path, str]) -> None:
+    folder, printed = demo
+    dense, compressed = result(folder, "ddp"), result(folder, "onebit_adam")
+    assert dense["replicas_identical"] is True
+    assert compressed["replicas_identical"] is True
+    assert re.search(r"replicas identical +yes +yes", printed)
+    losses = [f"{run['val_loss']:.4f}" for run in (dense, compressed)]
+    assert re.search(rf"validation loss.* {losses[0]} +{losses[1]}", printed)
+    ratio = dense["bytes_sent"] / compressed["bytes_sent"]
+    assert f"Ratio of bytes: {ratio:.2f}x" in printed
+    assert "Validation loss: " in printed
+    figure = (folder / "demo.png").read_bytes()
+    assert figure.startswith(b"\x89PNG") and len(figure) > 20_000
+
+
+def test_demo_redraws_without_training(demo: tuple[Path, str]) -> None:
+    folder, printed = demo
+    (folder / "demo.png").unlink()
+    again = run([str(EXAMPLES / "demo.py"), "--out", str(folder), "--plot-only"], folder)
+    assert (folder / "demo.png").exists()
+    assert printed[printed.index("Ratio of bytes") : printed.index("Figure:")] in again
+
+
+def test_replicas_that_differ_are_called_different(demo: tuple[Path, str], tmp_path: Path) -> None:
+    """The table does not hide it: the word comes from the record."""
+    import demo as driver
+
+    folder, _ = demo
+    broken = {**result(folder, "onebit_adam"), "replicas_identical": False}
+    assert re.search(r"replicas identical +yes +NO", driver.table(result(folder, "ddp"), broken))
+
+
+def hash_before_and_after_a_flipped_bit(rank: int, world: int) -> tuple[bool, bool]:
+    from text_gpt import replicas_identical
+
+    model = torch.nn.Linear(3, 3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+        before = replicas_identical(model)
+        model.bias.view(torch.int32)[1] ^= rank
+    return before, replicas_identical(model)
+
+
+def test_hash_sees_one_flipped_bit_on_one_rank() -> None:
+    assert run_ranks(hash_before_and_after_a_flipped_bit, 2) == [(True, False)] * 2
+
+
+def refusal(rank: int, world: int, arguments: list[str]) -> str:
+    from text_gpt import parse
+
+    written = io.StringIO()
+    with contextlib.redirect_stderr(written), contextlib.suppress(SystemExit):
+        parse(arguments)
+    return written.getvalue()
+
+
+def test_option_that_would_skip_the_last_validation_is_refused() -> None:
+    (message,) = run_ranks(refusal, 1, ["--steps", "10", "--validate-every", "4"])
+    assert "--validate-every 4 does not divide --steps 10" in message
+    assert run_ranks(refusal, 1, ["--steps", "10", "--validate-every", "5"]) == [""]
+
+
+# ----- the other Lightning tree ----------------------------------------------------------------------------------------
+
+
+def test_example_trains_with_pytorch_lightning_alone(tmp_path: Path) -> None:
+    """As where only ``pytorch_lightning`` is installed: a package that cannot be imported stands before the other one."""
+    hidden = tmp_path / "hide" / "lightning"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError('hidden by a test', name='lightning')\n")
+    options = [*SMALL_MODEL, *SMALL_DATA, "--steps", "4", "--out", str(tmp_path / "out")]
+    run([str(EXAMPLES / "text_gpt.py"), *options], tmp_path, PYTHONPATH=str(hidden.parent))
+    record = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert record["replicas_identical"] is True
+    assert record["bytes_sent"] < record["dense_bytes"]
+
+
+# ----- LightningCLI ----------------------------------------------------------------------------------------------------
+
+SMALL_CLI = [
+    *("--trainer.max_steps", "10", "--trainer.val_check_interval", "5", "--trainer.enable_progress_bar", "false"),
+    *("--trainer.logger", "false", "--trainer.enable_checkpointing", "false"),
+    *("--trainer.enable_model_summary", "false"),
+    *("--model.layers", "1", "--model.width", "32", "--model.heads", "2"),
+    *(
+        "--data.batch_size",
+        "2",
+        "--data.context",
+        "32",
+        "--data.train_bytes",
+        "65536",
+        "--data.validation_windows",
+        "8",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "converted"),
+    [
+        pytest.param("onebit_adam.yaml", [], True, id="strategy-by-name"),
+        pytest.param("class_path.yaml", [], False, id="strategy-optimizer-callbacks-by-class-path"),
+        pytest.param(
+            "onebit_adam.yaml", ["--optimizer", "lightning_onebit.OnebitAdam"], False, id="optimizer-argument"
+        ),
+    ],
+)
+def test_cli_trains_from_configuration(config: str, extra: list[str], converted: bool, tmp_path: Path) -> None:
+    command = [str(EXAMPLES / "cli" / "main.py"), "fit", "--config", str(EXAMPLES / "cli" / config), *SMALL_CLI, *extra]
+    printed = run(command, tmp_path)
+    # 20 % of 10 steps dense, the rest compressed; the line is the statistics callback's
+    assert re.search(r"OnebitAdam +2 +8 +0 ", printed), printed[-3000:]
+    assert ("AdamW is converted to OnebitAdam" in printed) is converted
