@@ -5,6 +5,7 @@ from lightning_onebit.comm.control import Control, PlanMismatch, control_round, 
 from lightning_onebit.comm.exchange import Codec, Exchange, ExchangeSession, chunk_order, mean_in_order
 from lightning_onebit.comm.ledger import ByteLedger, StepRecord
 from lightning_onebit.comm.reducer import Reducer
+from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWorld
 from lightning_onebit.comm.topology import Topology, distributed_world
 from lightning_onebit.comm.transport import DEFAULT_TIMEOUT, CollectiveFailure, CollectiveTimeout, Pending, Transport
 
@@ -22,6 +23,8 @@ __all__ = [
     "Plan",
     "PlanMismatch",
     "Reducer",
+    "SimulatedGroup",
+    "SimulatedWorld",
     "Span",
     "StepRecord",
     "Topology",

@@ -43,8 +43,10 @@ class _Meeting:
         self.inputs: list[Tensor | None] = [None] * size
         self.outputs: list[Tensor | None] = [None] * size
         self.arrived: set[int] = set()
-        self.done = False
         self.error: str | None = None
+        # set when carried out, and when a rank has failed so that nobody need wait any longer
+        self.over = threading.Event()
+        self.done = False
 
 
 class SimulatedGroup:
@@ -139,7 +141,7 @@ class SimulatedWorld:
             raise ValueError(f"timeout={timeout!r} must be > 0 seconds")
         self.size = size
         self.timeout = float(timeout)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
         self._failed: dict[int, BaseException] = {}
 
@@ -162,9 +164,10 @@ class SimulatedWorld:
             try:
                 results[rank] = fn(self.group_of(everyone, rank), *args)
             except BaseException as error:  # it is raised again below, in the caller's thread
-                with self._changed:
+                with self._lock:
                     self._failed.setdefault(rank, error)
-                    self._changed.notify_all()
+                    for meeting in self._meetings.values():
+                        meeting.over.set()
 
         # daemons, so that a rank stuck outside of collectives cannot keep the process alive
         threads = [threading.Thread(target=rank_main, args=(r,), name=f"rank {r}", daemon=True) for r in everyone]
@@ -186,7 +189,7 @@ class SimulatedWorld:
     def join(self, group: SimulatedGroup, number: int, kind: str, inp: Tensor, out: Tensor) -> _Meeting:
         """One rank joins the group's collective number ``number``; whoever comes last carries it out for all."""
         key = (group.ranks, number)
-        with self._changed:
+        with self._lock:
             meeting = self._meetings.setdefault(key, _Meeting(kind, group.size))
             if kind != meeting.kind and meeting.error is None:
                 meeting.error = f"rank {group.rank} joined collective {number} as {kind}, others as {meeting.kind}"
@@ -195,15 +198,16 @@ class SimulatedWorld:
             last = len(meeting.arrived) == group.size
             if last:
                 del self._meetings[key]
+            elif self._failed:
+                meeting.over.set()
         if last:
             try:
                 if meeting.error is None:
                     _carry_out(meeting)
             except RuntimeError as error:
                 meeting.error = f"{kind}: the ranks' tensors do not fit together ({error})"
-            with self._changed:
-                meeting.done = True
-                self._changed.notify_all()
+            meeting.done = True
+            meeting.over.set()
         return meeting
 
     def wait_for(self, meeting: _Meeting, seconds: float, ranks: tuple[int, ...]) -> None:
@@ -212,16 +216,16 @@ class SimulatedWorld:
         Raises:
             RuntimeError: it was not done in ``seconds``, a rank has failed, or the ranks did different things.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: meeting.done or bool(self._failed), seconds)
-            if not meeting.done:
+        meeting.over.wait(seconds)
+        if not meeting.done:
+            with self._lock:
                 missing = [rank for member, rank in enumerate(ranks) if member not in meeting.arrived]
-                if self._failed:
-                    rank, error = next(iter(self._failed.items()))
-                    raise RuntimeError(f"simulated rank {rank} has failed: {error}")
-                raise RuntimeError(f"timed out after {seconds:g} s: simulated ranks {missing} never joined")
-            if meeting.error is not None:
-                raise RuntimeError(meeting.error)
+            if self._failed:
+                rank, error = next(iter(self._failed.items()))
+                raise RuntimeError(f"simulated rank {rank} has failed: {error}")
+            raise RuntimeError(f"timed out after {seconds:g} s: simulated ranks {missing} never joined")
+        if meeting.error is not None:
+            raise RuntimeError(meeting.error)
 
 
 @torch.no_grad()

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch.distributed as dist
+
+from lightning_onebit.comm.simulation import SimulatedGroup
+
+# strings: torch may have been built without torch.distributed
+Group: TypeAlias = "dist.ProcessGroup | SimulatedGroup"
 
 
 def distributed_world() -> int:
@@ -26,12 +32,12 @@ class Topology:
         inter_group: the ranks with the same number on every node (``group`` itself when flat).
     """
 
-    group: dist.ProcessGroup | None
+    group: Group | None
     rank: int = 0
     size: int = 1
     ranks_per_node: int = 1
-    intra_group: dist.ProcessGroup | None = None
-    inter_group: dist.ProcessGroup | None = None
+    intra_group: Group | None = None
+    inter_group: Group | None = None
 
     @property
     def nodes(self) -> int:
@@ -56,7 +62,7 @@ class Topology:
     @classmethod
     def create(
         cls,
-        group: dist.ProcessGroup | None = None,
+        group: Group | None = None,
         *,
         ranks_per_node: int = 1,
         timeout: timedelta | None = None,
@@ -67,8 +73,8 @@ class Topology:
         Creating node groups is a collective of the whole group: every rank must call this alike.
 
         Args:
-            group: process group; None takes the default group if torch.distributed is initialised, else a single
-                process.
+            group: process group, or a rank's group of a ``SimulatedWorld``; None takes the default group if
+                torch.distributed is initialised, else a single process.
             ranks_per_node: consecutive ranks that share a node.
             timeout: timeout of the node groups.
             backend: backend of the node groups (None: the default group's).
@@ -87,7 +93,10 @@ class Topology:
                         f"ranks_per_node={ranks_per_node} needs torch.distributed; a single process has 1 rank"
                     )
                 return cls(None)
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if isinstance(group, SimulatedGroup):
+            rank, size = group.rank, group.size
+        else:
+            rank, size = dist.get_rank(group), dist.get_world_size(group)
         if rank < 0:
             raise ValueError(
                 "this process is not a member of the process_group it was given; pass the group only to its members"
@@ -98,13 +107,17 @@ class Topology:
             )
         if ranks_per_node == 1:
             return cls(group, rank, size, 1, None, group)
-        members = dist.get_process_group_ranks(group)
         nodes = size // ranks_per_node
 
-        def new_group(ranks: list[int]) -> dist.ProcessGroup:
-            return dist.new_group(ranks, timeout=timeout, backend=backend, use_local_synchronization=True)
+        def new_group(ranks: list[int]) -> Group:
+            if isinstance(group, SimulatedGroup):
+                return group.subgroup(ranks)
+            members = dist.get_process_group_ranks(group)
+            return dist.new_group(
+                [members[r] for r in ranks], timeout=timeout, backend=backend, use_local_synchronization=True
+            )
 
         node, local = rank // ranks_per_node, rank % ranks_per_node
-        intra = new_group([members[node * ranks_per_node + k] for k in range(ranks_per_node)])
-        inter = new_group([members[other * ranks_per_node + local] for other in range(nodes)])
+        intra = new_group([node * ranks_per_node + k for k in range(ranks_per_node)])
+        inter = new_group([other * ranks_per_node + local for other in range(nodes)])
         return cls(group, rank, size, ranks_per_node, intra, inter)

@@ -4,18 +4,26 @@ from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit.comm.ledger import ByteLedger
-from lightning_onebit.comm.topology import Topology
+from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWork
+from lightning_onebit.comm.topology import Group, Topology
 
 # torch 2.13 renamed all_gather_into_tensor; older releases do not know the new name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
+Work: TypeAlias = "dist.Work | SimulatedWork"
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
+
+
+def _on_nccl(group: Group | None) -> bool:
+    return not isinstance(group, SimulatedGroup) and dist.get_backend(group) == "nccl"
 
 
 class CollectiveFailure(RuntimeError):
@@ -30,7 +38,7 @@ class Pending:
     """A collective under way. ``wait()`` returns when its result may be read."""
 
     def __init__(
-        self, work: dist.Work | None, what: str, transport: Transport, group: dist.ProcessGroup | None
+        self, work: Work | None, what: str, transport: Transport, group: Group | None
     ) -> None:
         self._work = work
         self._what = what
@@ -51,7 +59,7 @@ class Pending:
         start = time.perf_counter()
         try:
             # With NCCL, wait() orders streams and must not block the host; its watchdog owns the timeout.
-            finished = work.wait() if dist.get_backend(self._group) == "nccl" else work.wait(transport.timeout)
+            finished = work.wait() if _on_nccl(self._group) else work.wait(transport.timeout)
         except RuntimeError as error:
             raise transport.failure(self._what, error, time.perf_counter() - start) from error
         transport.ledger.waited(time.perf_counter() - start)
@@ -102,7 +110,7 @@ class Transport:
             f"{where}: failed, most likely because another rank has died; look at its log. [{text}]"
         )
 
-    def all_to_all(self, out: Tensor, inp: Tensor, group: dist.ProcessGroup | None, *, what: str, link: str) -> Pending:
+    def all_to_all(self, out: Tensor, inp: Tensor, group: Group | None, *, what: str, link: str) -> Pending:
         """Row r of ``inp`` goes to rank r of ``group``; row r of ``out`` comes from it. Asynchronous.
 
         Args:
@@ -117,11 +125,13 @@ class Transport:
         if group is None:
             out.copy_(inp)
             return Pending(None, what, self, group)
+        if isinstance(group, SimulatedGroup):
+            return Pending(group.all_to_all(out, inp), what, self, group)
         work = self._issue(what, lambda: dist.all_to_all_single(out.view(-1), inp.view(-1), group=group, async_op=True))
         return Pending(work, what, self, group)
 
     def all_gather(
-        self, out: Tensor, inp: Tensor, group: dist.ProcessGroup | None, *, what: str, link: str | None
+        self, out: Tensor, inp: Tensor, group: Group | None, *, what: str, link: str | None
     ) -> Pending:
         """Every rank's ``inp`` arrives as one row of ``out`` on all ranks. Asynchronous. ``link=None`` counts as control."""
         ranks = out.shape[0]
@@ -133,6 +143,8 @@ class Transport:
         if group is None:
             out.copy_(inp.view(out.shape))
             return Pending(None, what, self, group)
+        if isinstance(group, SimulatedGroup):
+            return Pending(group.all_gather(out, inp), what, self, group)
         work = self._issue(what, lambda: _all_gather(out.view(-1), inp.reshape(-1), group=group, async_op=True))
         return Pending(work, what, self, group)
 
@@ -142,6 +154,8 @@ class Transport:
         if not self.connected:
             return Pending(None, what, self, None)
         group = self.topology.group
+        if isinstance(group, SimulatedGroup):
+            return Pending(group.all_reduce(tensor), what, self, group)
         work = self._issue(what, lambda: dist.all_reduce(tensor, group=group, async_op=True))
         return Pending(work, what, self, group)
 
@@ -153,6 +167,6 @@ class Transport:
 
     def device(self, preferred: torch.device) -> torch.device:
         """Device that small control tensors must live on."""
-        if self.connected and dist.get_backend(self.topology.group) == "nccl":
+        if self.connected and _on_nccl(self.topology.group):
             return preferred
         return torch.device("cpu")
