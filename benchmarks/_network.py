@@ -1,0 +1,156 @@
+"""Several "hosts" with a slow TCP network on one machine: network namespaces joined by a switch, shaped with tbf. Needs root."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+SUBNET = "10.77.0"
+PORT = 29511
+
+
+def _run(*command: str, check: bool = True) -> None:
+    subprocess.run(command, check=check, stdout=subprocess.DEVNULL, stderr=None if check else subprocess.DEVNULL)
+
+
+@dataclass
+class SlowNetwork:
+    """Context manager: ``hosts`` namespaces on one switch, every link shaped to ``megabits`` per second in both directions.
+
+    Everything is torn down on exit, also after an error or an interrupt, and leftovers of a killed run are removed on entry.
+
+    Attributes:
+        hosts: number of namespaces.
+        megabits: rate of each link, Mb/s.
+        prefix: of the namespaces' names.
+    """
+
+    hosts: int
+    megabits: float
+    prefix: str = "onebit"
+    _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    @staticmethod
+    def requirement() -> str | None:
+        """Why this machine cannot do it, or None."""
+        if os.name != "posix" or os.geteuid() != 0:
+            return "shaping a network needs root (network namespaces and tc)"
+        for tool in ("ip", "tc"):
+            if shutil.which(tool) is None:
+                return f"`{tool}` is missing: install iproute2"
+        return None
+
+    def namespace(self, host: int) -> str:
+        """Name of a host's namespace."""
+        return f"{self.prefix}-{host}"
+
+    def address(self, host: int) -> str:
+        """IPv4 address of a host."""
+        return f"{SUBNET}.{host + 1}"
+
+    def __enter__(self) -> SlowNetwork:
+        if reason := self.requirement():
+            raise RuntimeError(reason)
+        self._tear_down()
+        try:
+            self._set_up()
+        except BaseException:
+            self._tear_down()
+            raise
+        return self
+
+    def _set_up(self) -> None:
+        switch = f"{self.prefix}-switch"
+        _run("ip", "netns", "add", switch)
+        _run("ip", "-n", switch, "link", "add", "br0", "type", "bridge")
+        _run("ip", "-n", switch, "link", "set", "br0", "up")
+        for host in range(self.hosts):
+            space, port = self.namespace(host), f"port{host}"
+            _run("ip", "netns", "add", space)
+            _run("ip", "-n", space, "link", "add", "eth0", "type", "veth", "peer", "name", port, "netns", switch)
+            _run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
+            _run("ip", "-n", space, "link", "set", "lo", "up")
+            _run("ip", "-n", space, "link", "set", "eth0", "up")
+            _run("ip", "-n", switch, "link", "set", port, "master", "br0")
+            _run("ip", "-n", switch, "link", "set", port, "up")
+            for where, device in ((space, "eth0"), (switch, port)):
+                # a bucket of 2 ms of traffic, a queue long enough that TCP is paced, not dropped
+                burst = max(16_384, int(self.megabits * 1e6 / 8 * 0.002))
+                _run(
+                    *("tc", "-n", where, "qdisc", "add", "dev", device, "root", "tbf"),
+                    *("rate", f"{self.megabits}mbit", "burst", str(burst), "latency", "200ms"),
+                )
+
+    def launch(self, command: Sequence[str], environment: dict[str, str], timeout: float, log: Path) -> None:
+        """Runs ``command`` on every host (RANK, WORLD_SIZE and MASTER_ADDR set) and waits.
+
+        Args:
+            command: argument vector.
+            environment: additional variables.
+            timeout: seconds until all are killed.
+            log: folder for the hosts' output.
+
+        Raises:
+            RuntimeError: a host failed or the time ran out; the message holds the end of its output.
+        """
+        files = []
+        for host in range(self.hosts):
+            variables = {
+                **os.environ,
+                **environment,
+                "RANK": str(host),
+                "WORLD_SIZE": str(self.hosts),
+                "MASTER_ADDR": self.address(0),
+                "MASTER_PORT": str(PORT),
+                "GLOO_SOCKET_IFNAME": "eth0",
+            }
+            file = (log / f"host{host}.log").open("wb")
+            files.append(file)
+            self._processes.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", self.namespace(host), *command],
+                    env=variables,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+        failed = None
+        try:
+            for host, process in enumerate(self._processes):
+                if process.wait(timeout) and failed is None:
+                    failed = f"host {host} ended with status {process.returncode}"
+        except subprocess.TimeoutExpired:
+            failed = f"not finished after {timeout:g} s"
+        finally:
+            self._kill()
+            for file in files:
+                file.close()
+        if failed:
+            tails = "\n".join(
+                f"--- host {host}\n{(log / f'host{host}.log').read_text(errors='replace')[-1500:]}"
+                for host in range(self.hosts)
+            )
+            raise RuntimeError(f"{failed}\n{tails}")
+
+    def _kill(self) -> None:
+        for process in self._processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        self._processes = []
+
+    def _tear_down(self) -> None:
+        self._kill()
+        for host in range(max(self.hosts, 16)):
+            _run("ip", "netns", "del", self.namespace(host), check=False)
+        _run("ip", "netns", "del", f"{self.prefix}-switch", check=False)
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._tear_down()

@@ -1,0 +1,314 @@
+"""Whole training steps over a real slow network: 1-bit Adam against DDP, its fp16 hook, PowerSGD and DeepSpeed's OneBitAdam.
+
+    sudo python benchmarks/slow_network.py --hosts 2 --bandwidth 1000 100
+
+Sets up one network namespace per host, joined by a switch and shaped with tbf, and always tears it down. All methods train the
+same transformer on the same batches in one process per host, one after the other in every round, so that a machine whose speed
+drifts drifts for all of them. Reported are medians, and ratios to DDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+METHODS = ("none", "ddp", "ddp_fp16", "powersgd1", "powersgd2", "powersgd4", "onebit", "onebit_backward", "deepspeed")
+
+
+@dataclass
+class Setting:
+    """What one worker measures."""
+
+    methods: list[str]
+    width: int
+    layers: int
+    batch: int
+    length: int
+    rounds: int
+    steps: int
+    bucket_mb: float
+    megabits: float
+
+
+# ----- worker: runs on every host ------------------------------------------------------------------------------------------
+
+
+def _model(setting: Setting) -> Any:
+    import torch
+    from torch import nn
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(256, setting.width)
+            layer = nn.TransformerEncoderLayer(
+                setting.width, max(1, setting.width // 64), 4 * setting.width, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            self.body = nn.TransformerEncoder(layer, setting.layers, enable_nested_tensor=False)
+            self.head = nn.Linear(setting.width, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            return self.head(self.body(self.embed(x), mask=mask, is_causal=True))
+
+    torch.manual_seed(0)
+    return Transformer()
+
+
+def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Callable[[], dict[str, Any]]]:
+    """A training step ``(x, y) -> None`` and a function that tells what it has learned about itself."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.functional import cross_entropy
+    from torch.nn.parallel import DistributedDataParallel
+
+    model = _model(setting)
+
+    def loss(net: Any, x: Any, y: Any) -> Any:
+        return cross_entropy(net(x).flatten(0, 1), y.flatten())
+
+    nothing: Callable[[], dict[str, Any]] = dict
+    if name == "deepspeed":
+        from _deepspeed import deepspeed_onebit_adam
+
+        return deepspeed_onebit_adam(model, loss), nothing
+    if name.startswith("onebit"):
+        from lightning_onebit.optim import OnebitAdam
+
+        overlap = "backward" if name == "onebit_backward" else "step"
+        onebit = OnebitAdam(model.parameters(), lr=1e-4, freeze_step=1, bucket_mb=setting.bucket_mb, overlap=overlap)
+        seconds = {"exchange": [], "local": [], "waiting": []}
+
+        def onebit_step(x: Any, y: Any) -> None:
+            onebit.begin_backward()
+            loss(model, x, y).backward()
+            start = time.perf_counter()
+            onebit.step()
+            seconds["exchange"].append(time.perf_counter() - start)
+            onebit.zero_grad()
+            assert onebit.ledger.last is not None
+            seconds["local"].append(onebit.ledger.last.compression_seconds)
+            seconds["waiting"].append(onebit.ledger.last.communication_seconds)
+
+        def told() -> dict[str, Any]:
+            record = onebit.ledger.last
+            assert record is not None and not record.dense and record.bytes_sent
+            # the first steps are the dense one and the first touch of memory
+            return {
+                "bytes_sent": record.bytes_sent,
+                "collectives": record.collectives,
+                **{f"{key}_seconds": statistics.median(values[2:]) for key, values in seconds.items()},
+            }
+
+        return onebit_step, told
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    net: Any = model
+    if name != "none":
+        net = DistributedDataParallel(model)
+    if name == "ddp_fp16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        net.register_comm_hook(None, fp16_compress_hook)
+    if name.startswith("powersgd"):
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=int(name[8:]), start_powerSGD_iter=2)
+        net.register_comm_hook(state, powerSGD_hook)
+
+    def dense_step(x: Any, y: Any) -> None:
+        loss(net, x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return dense_step, nothing
+
+
+def worker(setting: Setting, out: Path) -> None:
+    """Measures all methods on this host; rank 0 writes the result."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    generator = torch.Generator().manual_seed(rank)
+    elements = sum(p.numel() for p in _model(setting).parameters())
+    flat = torch.randn(elements, generator=generator)
+    reduce_seconds = []
+    for _ in range(3):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(flat)
+        reduce_seconds.append(time.perf_counter() - start)
+    del flat
+    times: dict[str, list[float]] = {}
+    facts: dict[str, dict[str, Any]] = {}
+    # One method at a time is alive (memory), rounds interleave at the level of methods.
+    for turn in range(setting.rounds):
+        for name in setting.methods:
+            step, told = _method(name, setting)
+            warm = 4  # DDP rebuilds its buckets, PowerSGD and 1-bit Adam take their dense steps
+            for i in range(warm + setting.steps):
+                x = torch.randint(0, 256, (setting.batch, setting.length + 1), generator=generator)
+                dist.barrier()
+                start = time.perf_counter()
+                step(x[:, :-1], x[:, 1:])
+                if i >= warm:
+                    times.setdefault(name, []).append(time.perf_counter() - start)
+            facts[name] = told()
+            if rank == 0:
+                median = statistics.median(times[name])
+                print(f"round {turn + 1}/{setting.rounds} {name}: {median * 1e3:.0f} ms", flush=True)
+    if rank == 0:
+        result = {
+            "hosts": size,
+            "elements": elements,
+            "all_reduce_seconds": statistics.median(reduce_seconds),
+            "step_seconds": {name: statistics.median(values) for name, values in times.items()},
+            "all_step_seconds": times,
+            "facts": facts,
+        }
+        out.write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# ----- driver --------------------------------------------------------------------------------------------------------------
+
+
+def measure(setting: Setting, hosts: int, timeout: float) -> dict[str, Any]:
+    """Runs the workers over a shaped network of their own."""
+    from _network import SlowNetwork
+
+    with tempfile.TemporaryDirectory() as folder, SlowNetwork(hosts, setting.megabits) as network:
+        out = Path(folder) / "result.json"
+        command = [sys.executable, __file__, "--worker", json.dumps(asdict(setting)), "--out", str(out)]
+        threads = max(1, (os.cpu_count() or 1) // hosts)
+        network.launch(command, {"OMP_NUM_THREADS": str(threads)}, timeout, Path(folder))
+        result: dict[str, Any] = json.loads(out.read_text())
+    result.update(megabits=setting.megabits, setting=asdict(setting), threads=threads)
+    result["floor"] = floor(result)
+    return result
+
+
+def floor(result: dict[str, Any]) -> dict[str, float]:
+    """The exchange against its floor: bytes over bandwidth plus the local cost measured in the same steps."""
+    facts = result["facts"].get("onebit")
+    if not facts:
+        return {}
+    wire = facts["bytes_sent"] / (result["megabits"] * 1e6 / 8)
+    return {
+        "wire_seconds": wire,
+        "floor_seconds": wire + facts["local_seconds"],
+        "exchange_over_floor": facts["exchange_seconds"] / (wire + facts["local_seconds"]),
+        "all_reduce_over_exchange": result["all_reduce_seconds"] / facts["exchange_seconds"],
+    }
+
+
+def table(result: dict[str, Any]) -> str:
+    """The step times of one network as text."""
+    steps = result["step_seconds"]
+    lines = [
+        f"{result['hosts']} hosts, {result['megabits']:g} Mb/s, {result['elements'] / 1e6:.1f} M parameters, "
+        f"{result['setting']['batch'] * result['setting']['length']} tokens per host and step, {result['threads']} thread(s) per host",
+        f"  {'method':<18}{'step ms':>10}{'ddp / it':>10}",
+    ]
+    for name, seconds in steps.items():
+        ratio = f"{steps['ddp'] / seconds:.2f}x" if "ddp" in steps else ""
+        lines.append(f"  {name:<18}{seconds * 1e3:>10.0f}{ratio:>10}")
+    lines.append(f"  dense all-reduce alone {result['all_reduce_seconds'] * 1e3:.0f} ms")
+    if result["floor"]:
+        facts, f = result["facts"]["onebit"], result["floor"]
+        lines.append(
+            f"  exchange (whole optimizer step) {facts['exchange_seconds'] * 1e3:.0f} ms = {f['exchange_over_floor']:.2f}x of "
+            f"{f['wire_seconds'] * 1e3:.0f} ms wire + {facts['local_seconds'] * 1e3:.0f} ms local; "
+            f"{f['all_reduce_over_exchange']:.1f}x faster than the all-reduce"
+        )
+    return "\n".join(lines)
+
+
+def plot(results: list[dict[str, Any]], path: Path) -> None:
+    """Bars of step time per method, one panel per network, logarithmic."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4), squeeze=False)
+    for axis, result in zip(axes[0], results, strict=True):
+        names = list(result["step_seconds"])
+        values = [result["step_seconds"][n] * 1e3 for n in names]
+        colors = ["tab:orange" if n.startswith("onebit") else "tab:gray" if n == "none" else "tab:blue" for n in names]
+        bars = axis.barh(names, values, color=colors)
+        axis.bar_label(bars, fmt=" %.0f", fontsize=8)
+        axis.set_xscale("log")
+        axis.set_xlim(right=max(values) * 2.5)
+        axis.invert_yaxis()
+        axis.set_xlabel("ms per training step (log)")
+        axis.set_title(f"{result['hosts']} hosts, {result['megabits']:g} Mb/s", fontsize=10)
+    figure.suptitle(f"Training step, {results[0]['elements'] / 1e6:.0f} M-parameter transformer", fontsize=11)
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2])
+    parser.add_argument("--bandwidth", type=float, nargs="+", default=[1000.0, 100.0], help="Mb/s per link")
+    parser.add_argument("--methods", nargs="+", default=[m for m in METHODS if m != "deepspeed"], choices=METHODS)
+    parser.add_argument("--width", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--length", type=int, default=64, help="tokens per sequence")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=5, help="measured steps per method and round")
+    parser.add_argument("--bucket-mb", type=float, default=16.0)
+    parser.add_argument("--timeout", type=float, default=1500.0, help="seconds per network")
+    parser.add_argument("--name", default="slow_network", help="of the result files")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
+    args = parser.parse_args()
+    if args.worker:
+        worker(Setting(**json.loads(args.worker)), args.out)
+        return
+    from _common import machine_info, write_json
+    from _network import SlowNetwork
+
+    if reason := SlowNetwork.requirement():
+        parser.error(reason)
+    results = []
+    for hosts in args.hosts:
+        for megabits in args.bandwidth:
+            setting = Setting(
+                args.methods,
+                args.width,
+                args.layers,
+                args.batch,
+                args.length,
+                args.rounds,
+                args.steps,
+                args.bucket_mb,
+                megabits,
+            )
+            results.append(measure(setting, hosts, args.timeout))
+            print(table(results[-1]), flush=True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    write_json(args.out / f"{args.name}.json", {"machine": machine_info(), "results": results})
+    plot(results, args.out / f"{args.name}.png")
+    print(f"wrote {args.out / args.name}.json and .png")
+
+
+if __name__ == "__main__":
+    main()
