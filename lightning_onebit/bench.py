@@ -1,0 +1,236 @@
+"""Link benchmark: does compression pay on *your* network?
+
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:PORT -m lightning_onebit.bench
+
+On the real process group, measures the dense all-reduce of gradients against the whole compressed exchange (compress, both rounds,
+apply) at several sizes, fits the time each takes per element, and says from which size on compression pays and which algorithm suits.
+Rank 0 reports; nothing is written unless ``--json`` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_onebit.optim import OnebitAdam
+
+DEFAULT_SIZES = (250_000, 1_000_000, 4_000_000, 16_000_000)
+
+
+@dataclass(frozen=True)
+class LinkMeasurement:
+    """One size on one process group.
+
+    Attributes:
+        elements: number of fp32 gradient elements.
+        dense_seconds: median time of their all-reduce (slowest rank).
+        exchange_seconds: median time of a compressed optimizer step on them (slowest rank), local work included.
+        local_seconds: of that, time in kernels.
+        dense_bytes: bytes a rank sends in the all-reduce.
+        exchange_bytes: bytes a rank sends in the exchange.
+    """
+
+    elements: int
+    dense_seconds: float
+    exchange_seconds: float
+    local_seconds: float
+    dense_bytes: int
+    exchange_bytes: int
+
+    @property
+    def speedup(self) -> float:
+        """``dense_seconds / exchange_seconds``."""
+        return self.dense_seconds / self.exchange_seconds
+
+
+def measure_link(
+    elements: int,
+    *,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str = "cpu",
+    repeats: int = 5,
+    ranks_per_node: int = 1,
+    timeout: float = 300.0,
+) -> LinkMeasurement:
+    """Measures one size. A collective: every rank of the group must call it alike.
+
+    Args:
+        elements: number of fp32 elements, >= 1.
+        group: process group; None: the default one.
+        device: where gradients live.
+        repeats: measured repetitions; medians are reported.
+        ranks_per_node: more than 1 measures the hierarchical exchange.
+        timeout: seconds that a rank waits for the others.
+
+    Raises:
+        RuntimeError: torch.distributed is not initialised.
+        CollectiveTimeout: a rank did not join in time.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError("measure_link() needs an initialised process group; launch with torchrun")
+    device = torch.device(device)
+    weight = torch.nn.Parameter(torch.zeros(elements, device=device))
+    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(dist.get_rank(group))).to(device)
+    optimizer = OnebitAdam([weight], lr=1e-6, freeze_step=1, force_compression=True, timeout=timeout)
+    optimizer.configure_communication(group, ranks_per_node=ranks_per_node, timeout=timedelta(seconds=timeout))
+
+    def step() -> None:
+        weight.grad = gradient.clone()
+        _settle(device, group)
+
+    def timed(call) -> float:  # type: ignore[no-untyped-def]
+        start = time.perf_counter()
+        call()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    for _ in range(3):  # the dense step, the first exchange, and one for the memory to be touched
+        step()
+        optimizer.step()
+    exchange, local = [], []
+    for _ in range(repeats):
+        step()
+        exchange.append(timed(optimizer.step))
+        assert optimizer.ledger.last is not None
+        local.append(optimizer.ledger.last.compression_seconds)
+    record = optimizer.ledger.last
+    assert record is not None
+    flat = gradient.clone()
+    dense = []
+    for _ in range(repeats + 1):
+        _settle(device, group)
+        dense.append(timed(lambda: dist.all_reduce(flat, group=group)))
+    optimizer.release_communication()
+    medians = torch.tensor([statistics.median(dense[1:]), statistics.median(exchange), statistics.median(local)])
+    slowest = medians.to(device if dist.get_backend(group) == "nccl" else "cpu")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    dense_s, exchange_s, local_s = slowest.tolist()
+    return LinkMeasurement(elements, dense_s, exchange_s, local_s, record.dense_bytes, record.bytes_sent)
+
+
+def _settle(device: torch.device, group: dist.ProcessGroup | None) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    dist.barrier(group=group)
+
+
+def break_even(measurements: Sequence[LinkMeasurement]) -> float | None:
+    """Elements from which on the exchange is faster, interpolated between measured sizes.
+
+    Returns:
+        The number of elements; 0 if it is faster at every size measured, None if at none.
+    """
+    ordered = sorted(measurements, key=lambda m: m.elements)
+    if ordered[0].speedup >= 1:
+        return 0.0
+    for small, large in pairwise(ordered):
+        if large.speedup >= 1:
+            gap = (small.exchange_seconds - small.dense_seconds, large.exchange_seconds - large.dense_seconds)
+            return small.elements + (large.elements - small.elements) * gap[0] / (gap[0] - gap[1])
+    return None
+
+
+def advice(measurements: Sequence[LinkMeasurement]) -> str:
+    """What the numbers mean, in a sentence or two."""
+    largest = max(measurements, key=lambda m: m.elements)
+    even = break_even(measurements)
+    if even is None:
+        return (
+            f"Compression does not pay on this network: even at {largest.elements / 1e6:g} M elements the exchange takes "
+            f"{1 / largest.speedup:.1f}x as long as the dense all-reduce. Use strategy='ddp'."
+        )
+    text = (
+        "The exchange is faster at every size measured."
+        if even == 0
+        else f"Compression pays from about {even / 1e6:.2g} M parameters on; below that, use strategy='ddp'."
+    )
+    if largest.speedup < 1.5:
+        return text + " The gain is small: compare whole training steps before you switch."
+    waiting = 1 - largest.local_seconds / largest.exchange_seconds
+    if waiting > 0.7:
+        return text + (
+            " Most of the exchange is spent on the network even so: 'zero_one_adam' (local steps) saves rounds on top of bits; "
+            "'onebit_adam' is the simplest choice."
+        )
+    return text + " 'onebit_adam' is the simplest choice ('onebit_lamb' for large batches)."
+
+
+def table(measurements: Sequence[LinkMeasurement]) -> str:
+    """The measurements as text."""
+    lines = [f"{'elements':>12}{'all-reduce ms':>15}{'exchange ms':>13}{'of it local':>13}{'bytes':>9}{'speed-up':>10}"]
+    for m in measurements:
+        lines.append(
+            f"{m.elements:>12,}{m.dense_seconds * 1e3:>15.2f}{m.exchange_seconds * 1e3:>13.2f}{m.local_seconds * 1e3:>13.2f}"
+            f"{m.dense_bytes / max(1, m.exchange_bytes):>8.1f}x{m.speedup:>9.2f}x"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m lightning_onebit.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=list(DEFAULT_SIZES), help="elements")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where CUDA is available, else gloo")
+    parser.add_argument("--ranks-per-node", type=int, default=1, help="more than 1 measures the hierarchical exchange")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a rank waits for the others")
+    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
+    options = parser.parse_args(arguments)
+    if min(options.sizes) < 1 or options.repeats < 1 or options.ranks_per_node < 1 or options.timeout <= 0:
+        parser.error("--sizes, --repeats, --ranks-per-node and --timeout must be positive")
+    if "RANK" not in os.environ:
+        parser.error(
+            "no ranks found: launch on all machines with torchrun, e.g. `torchrun --nproc-per-node 2 -m lightning_onebit.bench`"
+        )
+    cuda = torch.cuda.is_available()
+    backend = options.backend or ("nccl" if cuda else "gloo")
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout))
+    try:
+        results = []
+        for size in options.sizes:
+            results.append(
+                measure_link(
+                    size,
+                    device=device,
+                    repeats=options.repeats,
+                    ranks_per_node=options.ranks_per_node,
+                    timeout=options.timeout,
+                )
+            )
+            if dist.get_rank() == 0:
+                sys.stderr.write(f"measured {size:,} elements\n")
+        if dist.get_rank() == 0:
+            world = f"{dist.get_world_size()} ranks, {backend}, {device.type}, torch {torch.__version__}"
+            sys.stdout.write(f"{world}\n{table(results)}\n{advice(results)}\n")
+            if options.json:
+                rows = [{**asdict(r), "speedup": r.speedup} for r in results]
+                options.json.write_text(
+                    json.dumps({"setting": world, "sizes": rows, "advice": advice(results)}, indent=1)
+                )
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
