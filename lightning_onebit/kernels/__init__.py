@@ -97,7 +97,13 @@ def _cpu() -> KernelBackend:
     return CpuKernels()
 
 
-_FACTORIES: dict[str, Callable[[], KernelBackend]] = {"reference": _reference, "cpu": _cpu}
+def _cuda() -> KernelBackend:
+    from lightning_onebit.kernels.cuda import CudaKernels  # compiles at first use, and CuPy need not be there
+
+    return CudaKernels()
+
+
+_FACTORIES: dict[str, Callable[[], KernelBackend]] = {"reference": _reference, "cpu": _cpu, "cuda": _cuda}
 
 
 @cache

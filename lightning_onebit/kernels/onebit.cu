@@ -1,0 +1,1134 @@
+// The CUDA kernels: the same bits as reference.py, at the speed of memory.
+//
+// reference.py documents and defines what each kernel computes; this file only says how. No header is included, so that NVRTC
+// compiles it as it stands. cuda.py compiles it, fills the arguments in and launches; the tests also compile it with a C++
+// compiler and run it on the CPU (tests/cuda_shim), so everything device-specific is kept to what that shim knows: the thread and
+// block indices, __syncthreads, dynamic shared memory, and the correctly rounded operations below.
+//
+// Rules that keep the bits equal to the reference:
+//   * every operation is one IEEE fp32 operation, written as add, sub, mul, div or root; the build forbids contraction as well;
+//   * sums follow the lanes: lane j adds planes k = 0 .. 31 in turn, then lanes are folded in halves (fold_lanes);
+//   * an element's padding (index >= the block's valid length) never takes part in anything.
+//
+// The shape of a launch: blockDim = (T, G), T = min(W, 256) threads for each of G compression blocks, W = block_size / 32 lanes;
+// blocks = gridDim.x * G or a few more (the surplus groups only keep the barriers company). Two layouts occur:
+//   * a thread owns lane j and with it word j: elements k*W + j, coalesced over j, no ballot and no shuffle;
+//   * "vectors" (T == W, W % 4 == 0): a thread owns 4 lanes and every 4th plane, so that it loads and stores 16 bytes at once:
+//     elements 4*t + 4*W*c + v for c = 0 .. 7, v = 0 .. 3, which are lanes 4*t % W + v of planes 4*t / W + 4*c.
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef long long i64;
+typedef unsigned long long u64;
+
+#define MEMBER __device__ __forceinline__
+#define DEVICE static MEMBER
+#define KERNEL extern "C" __global__ void __launch_bounds__(256)
+
+static const int kPlanes = 32;
+static const int kChunks = 8;  // 16-byte vectors of a thread: 32 planes * W lanes / (W threads * 4 elements)
+static const u32 kSign = 0x80000000u;
+static const int kStatsThreads = 256;
+
+extern __shared__ float4 shared_memory[];
+
+// ----- arithmetic: one rounding per operation ---------------------------------------------------------------------------------
+
+DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
+DEVICE float sub(float a, float b) { return __fsub_rn(a, b); }
+DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
+DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
+DEVICE float root(float a) { return __fsqrt_rn(a); }
+DEVICE u32 bits_of(float x) { return __float_as_uint(x); }
+DEVICE float as_float(u32 x) { return __uint_as_float(x); }
+
+// x with its sign changed where bit `plane` of `word` is set
+DEVICE float flip(float x, u32 word, int plane) { return as_float(bits_of(x) ^ ((word << (kPlanes - 1 - plane)) & kSign)); }
+// s (>= 0) with the sign of y
+DEVICE float with_sign_of(float s, float y) { return as_float(bits_of(s) | (bits_of(y) & kSign)); }
+
+// ----- memory -----------------------------------------------------------------------------------------------------------------
+
+// An address from a table in memory: the compiler cannot see that it is global, and would use slower, generic accesses.
+DEVICE char* global_pointer(u64 address) { return static_cast<char*>(__cvta_global_to_generic(address)); }
+
+DEVICE bool aligned(const void* p, int bytes) { return (reinterpret_cast<u64>(p) & (bytes - 1)) == 0; }
+
+DEVICE void load4(float* v, const float* p) {  // v: registers
+  const float4 x = *reinterpret_cast<const float4*>(p);
+  v[0] = x.x, v[1] = x.y, v[2] = x.z, v[3] = x.w;
+}
+DEVICE void store4(float* p, const float* v) {
+  float4 x;
+  x.x = v[0], x.y = v[1], x.z = v[2], x.w = v[3];
+  *reinterpret_cast<float4*>(p) = x;
+}
+DEVICE void load_words4(u32 (&w)[4], const u32* p) {
+  if (aligned(p, 16)) {
+    const uint4 x = *reinterpret_cast<const uint4*>(p);
+    w[0] = x.x, w[1] = x.y, w[2] = x.z, w[3] = x.w;
+  } else {  // the words follow the scales, of which there may be any number
+    w[0] = p[0], w[1] = p[1], w[2] = p[2], w[3] = p[3];
+  }
+}
+
+// ----- 16-bit floats ----------------------------------------------------------------------------------------------------------
+
+enum Dtype { kFloat32 = 0, kBfloat16 = 1, kFloat16 = 2 };
+
+DEVICE float bfloat_to_float(u32 b) { return as_float(b << 16); }
+
+DEVICE float half_to_float(u32 h) {
+  // exact for every half, denormals included: rebias the exponent by a multiplication with a power of two
+  const float scaled = mul(as_float((h & 0x7fffu) << 13), as_float(0x77800000u));  // 2^112
+  const u32 special = (h & 0x7c00u) == 0x7c00u ? 0x7f800000u : 0u;                 // inf and NaN keep their mantissa
+  return as_float(bits_of(scaled) | special | (h & 0x8000u) << 16);
+}
+
+DEVICE u16 float_to_bfloat(float x) {  // to nearest, ties to even
+  const u32 u = bits_of(x);
+  if ((u & ~kSign) > 0x7f800000u) return 0x7fc0;
+  return static_cast<u16>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+DEVICE u16 float_to_half(float x) {  // to nearest, ties to even
+  const u32 sign = bits_of(x) & kSign;
+  u32 u = bits_of(x) ^ sign, h;
+  if (u > 0x7f800000u) {
+    h = 0x7e00;
+  } else if (u >= 0x477ff000u) {
+    h = 0x7c00;
+  } else if (u < 0x38800000u) {  // below the smallest normal half: an fp32 addition rounds at the right place
+    h = bits_of(add(as_float(u), 0.5f)) - 0x3f000000u;
+  } else {
+    h = (u + 0xfffu + ((u >> 13) & 1u) - 0x38000000u) >> 13;
+  }
+  return static_cast<u16>(h | sign >> 16);
+}
+
+DEVICE float widen(u32 x, int dtype) { return dtype == kBfloat16 ? bfloat_to_float(x) : half_to_float(x); }
+
+DEVICE float load1(const char* base, int dtype, int i) {
+  if (dtype == kFloat32) return reinterpret_cast<const float*>(base)[i];
+  return widen(reinterpret_cast<const u16*>(base)[i], dtype);
+}
+
+DEVICE void store1(char* base, int dtype, int i, float x) {
+  if (dtype == kFloat32)
+    reinterpret_cast<float*>(base)[i] = x;
+  else
+    reinterpret_cast<u16*>(base)[i] = dtype == kBfloat16 ? float_to_bfloat(x) : float_to_half(x);
+}
+
+// ----- which thread does what -------------------------------------------------------------------------------------------------
+
+struct Here {
+  int t, T;   // thread and number of threads of this compression block
+  int group;  // number of the compression block within the thread block
+  int block;  // number of the compression block
+  int lanes;  // W
+  bool live;  // false: no such block; the thread only keeps the barriers company
+};
+
+DEVICE Here here(i64 block_size, i64 blocks) {
+  Here h;
+  h.t = threadIdx.x;
+  h.T = blockDim.x;
+  h.group = threadIdx.y;
+  h.lanes = static_cast<int>(block_size) / kPlanes;
+  const i64 block = static_cast<i64>(blockIdx.x) * blockDim.y + threadIdx.y;
+  h.live = block < blocks;
+  h.block = static_cast<int>(h.live ? block : 0);
+  return h;
+}
+
+DEVICE bool vectors(const Here& h) { return h.T == h.lanes && h.lanes % 4 == 0; }
+
+struct Vectors {  // the thread's elements in the vector layout
+  int first, step, lane, plane;
+  DEVICE Vectors of(const Here& h) {
+    Vectors v;
+    v.first = 4 * h.t;
+    v.step = 4 * h.lanes;
+    v.lane = v.first % h.lanes;
+    v.plane = v.first / h.lanes;
+    return v;
+  }
+  MEMBER int at(int c) const { return first + step * c; }
+  MEMBER int plane_of(int c) const { return plane + 4 * c; }
+};
+
+// ----- payloads ---------------------------------------------------------------------------------------------------------------
+
+struct Bits {
+  float* scale;  // null without scales
+  u32* words;
+};
+
+DEVICE Bits bits_of_block(char* raw, i64 stride, i64 per_row, int block, int lanes, bool scales = true) {
+  const u32 row = static_cast<u32>(block) / static_cast<u32>(per_row);
+  const i64 column = static_cast<u32>(block) % static_cast<u32>(per_row);
+  char* start = raw + row * stride;
+  Bits b;
+  b.scale = scales ? reinterpret_cast<float*>(start) + column : nullptr;
+  b.words = reinterpret_cast<u32*>(start + (scales ? per_row * 4 : 0)) + column * lanes;
+  return b;
+}
+
+// ----- spans: runs of elements of parameters and gradients, where torch put them ----------------------------------------------
+
+struct Span {
+  u64 address;  // 0: no tensor
+  int first_block;
+  int dtype;
+};
+
+struct Run {  // the elements of one block that a span holds
+  bool held;   // whether there is a tensor
+  char* data;  // only then an address; never merged with a null pointer, which would hide that it is global
+  int dtype;
+  int first_block;  // of the span
+};
+
+// `spans` has at least one entry.
+DEVICE Run run_of_block(const int* block_span, const Span* spans, int block, i64 block_size) {
+  const int index = block_span[block];
+  const Span span = spans[index < 0 ? 0 : index];
+  const i64 offset = (block - span.first_block) * block_size * (span.dtype == kFloat32 ? 4 : 2);
+  Run run;
+  run.held = index >= 0 && span.address != 0;
+  run.data = global_pointer(span.address + offset);
+  run.dtype = span.dtype;
+  run.first_block = span.first_block;
+  return run;
+}
+
+// The elements of one block of a flat tensor, which may be null
+DEVICE Run flat_run(const float* flat, int block, i64 block_size) {
+  Run run;
+  run.held = flat != nullptr;
+  run.data = reinterpret_cast<char*>(const_cast<float*>(flat + block * block_size));
+  run.dtype = kFloat32;
+  run.first_block = block;
+  return run;
+}
+
+// Widens 16-bit values that wait in the low halves of v; one branch for all, not one for each.
+template <int N> DEVICE void widen_all(float (&v)[N], int dtype) {
+  if (dtype == kBfloat16) {
+#pragma unroll
+    for (int q = 0; q < N; ++q) v[q] = bfloat_to_float(bits_of(v[q]));
+  } else {
+#pragma unroll
+    for (int q = 0; q < N; ++q) v[q] = half_to_float(bits_of(v[q]));
+  }
+}
+
+// Elements index(0) .. index(N-1) of a run; 0 past `length` and where there is no tensor. All loads are issued before any is used.
+template <int N, class Index> DEVICE void load_each(float (&v)[N], const Run& run, int length, const Index& index) {
+  if (run.held && run.dtype == kFloat32) {
+#pragma unroll
+    for (int q = 0; q < N; ++q) v[q] = index(q) < length ? reinterpret_cast<const float*>(run.data)[index(q)] : 0.0f;
+  } else if (run.held) {
+#pragma unroll
+    for (int q = 0; q < N; ++q)
+      v[q] = as_float(index(q) < length ? reinterpret_cast<const u16*>(run.data)[index(q)] : 0u);
+    widen_all(v, run.dtype);
+  } else {
+#pragma unroll
+    for (int q = 0; q < N; ++q) v[q] = 0.0f;
+  }
+}
+
+// Planes plane .. plane+P-1 of a lane of a run
+template <int P> DEVICE void load_planes(float (&v)[P], const Run& run, int length, int lanes, int lane, int plane) {
+  load_each(v, run, length, [=](int q) { return (plane + q) * lanes + lane; });
+}
+
+// A run in the vector layout: element q of vector c is v[4*c + q]
+DEVICE void load_vectors(float (&v)[4 * kChunks], const Run& run, const Vectors& at, int length, int block_size) {
+  const bool full = run.held && length == block_size;
+  if (full && run.dtype == kFloat32 && aligned(run.data, 16)) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) load4(v + 4 * c, reinterpret_cast<const float*>(run.data) + at.at(c));
+  } else if (full && run.dtype != kFloat32 && aligned(run.data, 8)) {
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const uint2 raw = *reinterpret_cast<const uint2*>(run.data + 2 * at.at(c));
+      v[4 * c] = as_float(raw.x & 0xffffu);
+      v[4 * c + 1] = as_float(raw.x >> 16);
+      v[4 * c + 2] = as_float(raw.y & 0xffffu);
+      v[4 * c + 3] = as_float(raw.y >> 16);
+    }
+    widen_all(v, run.dtype);
+  } else {
+    load_each(v, run, length, [=](int q) { return at.at(q / 4) + q % 4; });
+  }
+}
+
+// ----- sums in the fixed order ------------------------------------------------------------------------------------------------
+
+// Folds acc[0 .. lanes) into acc[0]: the upper half on the lower until one is left. Every thread of the thread block must call it.
+DEVICE void fold_lanes(float* acc, const Here& h) {
+  for (int width = h.lanes; width > 1;) {
+    const int half = (width + 1) / 2;
+    __syncthreads();
+    for (int i = h.t; i < width - half; i += h.T) acc[i] = add(acc[i], acc[half + i]);
+    width = half;
+  }
+  __syncthreads();
+}
+
+DEVICE void fold_lanes_max(float* acc, const Here& h) {
+  for (int width = h.lanes; width > 1;) {
+    const int half = (width + 1) / 2;
+    __syncthreads();
+    for (int i = h.t; i < width - half; i += h.T)
+      if (acc[half + i] > acc[i] || acc[half + i] != acc[half + i]) acc[i] = acc[half + i];
+    width = half;
+  }
+  __syncthreads();
+}
+
+// `arrays` accumulators of W lanes for this compression block: in shared memory, or in `scratch` where W is too large for that
+DEVICE float* accumulators(const Here& h, char* scratch, int arrays) {
+  const i64 size = static_cast<i64>(arrays) * h.lanes;
+  if (scratch == nullptr) return reinterpret_cast<float*>(shared_memory) + h.group * size;
+  return reinterpret_cast<float*>(scratch) + (static_cast<i64>(blockIdx.x) * blockDim.y + h.group) * size;
+}
+
+DEVICE float scale_of(float sum, int length) { return length > 0 ? root(div(sum, static_cast<float>(length))) : 0.0f; }
+
+// ----- compress and reduce: bits, scale and residual --------------------------------------------------------------------------
+
+// A maker has `template <int P> void planes(float (&y)[P], int lane, int plane)`: y of planes plane .. plane+P-1 of a lane.
+
+// One lane per thread, all planes in registers.
+template <class Maker>
+DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc) {
+  float y[kPlanes];
+  if (h.live) maker.template planes<kPlanes>(y, h.t, 0);
+  float sum = 0.0f;
+  u32 word = 0;
+#pragma unroll
+  for (int k = 0; k < kPlanes; ++k) {
+    if (!h.live || k * h.lanes + h.t >= length) y[k] = 0.0f;
+    sum = add(sum, mul(y[k], y[k]));
+    word |= (bits_of(y[k]) >> 31) << k;
+  }
+  acc[h.t] = sum;
+  if (h.live) out.words[h.t] = word;
+  fold_lanes(acc, h);
+  const float scale = scale_of(acc[0], length);
+  if (!h.live) return;
+  if (h.t == 0) *out.scale = scale;
+#pragma unroll
+  for (int k = 0; k < kPlanes; ++k) {
+    const int i = k * h.lanes + h.t;
+    residual[i] = i < length ? sub(y[k], with_sign_of(scale, y[k])) : 0.0f;
+  }
+}
+
+// Any number of lanes per thread: y waits in the residual's own memory.
+template <class Maker>
+DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc) {
+  const int part = 8;
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    float sum = 0.0f;
+    u32 word = 0;
+    for (int k = 0; k < kPlanes; k += part) {
+      float y[part];
+      if (h.live) maker.template planes<part>(y, lane, k);
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        if (!h.live || i >= length) y[q] = 0.0f;
+        sum = add(sum, mul(y[q], y[q]));
+        word |= (bits_of(y[q]) >> 31) << (k + q);
+        if (h.live) residual[i] = y[q];
+      }
+    }
+    acc[lane] = sum;
+    if (h.live) out.words[lane] = word;
+  }
+  fold_lanes(acc, h);
+  const float scale = scale_of(acc[0], length);
+  if (!h.live) return;
+  if (h.t == 0) *out.scale = scale;
+  for (int lane = h.t; lane < h.lanes; lane += h.T)
+#pragma unroll 8
+    for (int k = 0; k < kPlanes; ++k) {
+      const int i = k * h.lanes + lane;
+      const float y = residual[i];
+      residual[i] = i < length ? sub(y, with_sign_of(scale, y)) : 0.0f;
+    }
+}
+
+template <class Maker>
+DEVICE void quantize(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc) {
+  if (h.T == h.lanes)
+    quantize_registers(maker, h, length, residual, out, acc);
+  else
+    quantize_staged(maker, h, length, residual, out, acc);
+}
+
+enum Momentum { kNone, kFlat, kPacked };
+
+// y = ((a*m) + (b*g)) + e ; a missing term is +0.0
+template <int M> struct Worker {
+  int lanes, length;
+  float a, b;           // a: its product with the scale where m is packed, since a * -s == -(a * s)
+  const float* m;       // kFlat
+  const u32* m_words;   // kPacked
+  Run g;                // fp32 where it is flat
+  const float* e;
+
+  template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
+    float kept[P], moment[P];
+#pragma unroll
+    for (int q = 0; q < P; ++q) kept[q] = e[(plane + q) * lanes + lane];
+    if (M == kFlat) {
+#pragma unroll
+      for (int q = 0; q < P; ++q) moment[q] = m[(plane + q) * lanes + lane];
+    }
+    load_planes(y, g, length, lanes, lane, plane);
+    const u32 word = M == kPacked ? m_words[lane] : 0u;
+#pragma unroll
+    for (int q = 0; q < P; ++q) {
+      const float am = M == kNone ? 0.0f : M == kFlat ? mul(a, moment[q]) : flip(a, word, plane + q);
+      y[q] = add(add(am, mul(b, y[q])), kept[q]);
+    }
+  }
+};
+
+struct CompressArguments {
+  i64 block_size, blocks;
+  const int* lengths;
+  const float* a;
+  const float* m;
+  char* m_raw;
+  i64 m_stride, m_per_row;
+  const float* b;
+  const float* g;
+  const int* block_span;
+  const Span* spans;
+  float* e;
+  char* out_raw;
+  i64 out_stride, out_per_row;
+};
+
+template <int M> DEVICE Worker<M> worker_of(const CompressArguments& x, const Here& h) {
+  Worker<M> w;
+  w.lanes = h.lanes;
+  w.length = x.lengths[h.block];
+  w.a = M == kNone ? 0.0f : x.a[h.block];
+  w.m = M == kFlat ? x.m + h.block * x.block_size : nullptr;
+  w.m_words = nullptr;
+  if (M == kPacked) {
+    const Bits old = bits_of_block(x.m_raw, x.m_stride, x.m_per_row, h.block, h.lanes);
+    w.m_words = old.words;
+    w.a = mul(w.a, *old.scale);
+  }
+  w.g = x.spans != nullptr ? run_of_block(x.block_span, x.spans, h.block, x.block_size) : flat_run(x.g, h.block, x.block_size);
+  w.b = x.b != nullptr ? x.b[h.block] : 0.0f;
+  w.e = x.e + h.block * x.block_size;
+  return w;
+}
+
+template <int M> DEVICE void compress(const CompressArguments& x, char* scratch) {
+  const Here h = here(x.block_size, x.blocks);
+  const Worker<M> w = worker_of<M>(x, h);
+  const Bits out = bits_of_block(x.out_raw, x.out_stride, x.out_per_row, h.block, h.lanes);
+  quantize_staged(w, h, w.length, x.e + h.block * x.block_size, out, accumulators(h, scratch, 1));
+}
+
+// The same with 16-byte loads and stores. Squares must be added in the order of the planes, which the vector layout deals to
+// several threads; so y goes through shared memory to a layout in which a thread owns a lane.
+template <int M> DEVICE void compress_vectors(const CompressArguments& x) {
+  const Here h = here(x.block_size, x.blocks);
+  const Vectors at = Vectors::of(h);
+  const Worker<M> w = worker_of<M>(x, h);
+  const Bits out = bits_of_block(x.out_raw, x.out_stride, x.out_per_row, h.block, h.lanes);
+  float* staged = reinterpret_cast<float*>(shared_memory) + h.group * (kPlanes + 1) * h.lanes;
+  float* acc = staged + kPlanes * h.lanes;
+  float* residual = x.e + h.block * x.block_size;
+  float y[4 * kChunks], kept[4 * kChunks];
+  if (h.live) {
+    u32 words[4] = {0u, 0u, 0u, 0u};
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) load4(kept + 4 * c, residual + at.at(c));
+    if (M == kPacked) load_words4(words, w.m_words + at.lane);
+    load_vectors(y, w.g, at, w.length, kPlanes * h.lanes);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float moment[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      if (M == kFlat) load4(moment, w.m + at.at(c));
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const int i = 4 * c + q;
+        const float am = M == kNone ? 0.0f : M == kFlat ? mul(w.a, moment[q]) : flip(w.a, words[q], at.plane_of(c));
+        y[i] = add(add(am, mul(w.b, y[i])), kept[i]);
+        if (at.at(c) + q >= w.length) y[i] = 0.0f;
+      }
+      store4(staged + at.at(c), y + 4 * c);
+    }
+  }
+  __syncthreads();
+  float sum = 0.0f;
+  if (h.live) {
+    u32 word = 0;
+#pragma unroll
+    for (int k = 0; k < kPlanes; ++k) {
+      const float v = staged[k * h.lanes + h.t];
+      sum = add(sum, mul(v, v));
+      word |= (bits_of(v) >> 31) << k;
+    }
+    out.words[h.t] = word;
+  }
+  acc[h.t] = sum;
+  fold_lanes(acc, h);
+  if (!h.live) return;
+  const float scale = scale_of(acc[0], w.length);
+  if (h.t == 0) *out.scale = scale;
+#pragma unroll
+  for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+    for (int q = 4 * c; q < 4 * c + 4; ++q)
+      y[q] = at.at(c) + q % 4 < w.length ? sub(y[q], with_sign_of(scale, y[q])) : 0.0f;
+    store4(residual + at.at(c), y + 4 * c);
+  }
+}
+
+// z = (C_0 + C_1 + ...) * inv_n + d
+struct Server {
+  char* raw;
+  i64 stride, per_row, rows;
+  int block, lanes;
+  float inv_n;
+  const float* d;
+
+  template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
+    float kept[P];
+#pragma unroll
+    for (int q = 0; q < P; ++q) kept[q] = d[(plane + q) * lanes + lane];
+    const float* scale = reinterpret_cast<const float*>(raw) + block;
+    const u32* words = reinterpret_cast<const u32*>(raw + per_row * 4) + static_cast<i64>(block) * lanes + lane;
+    const i64 row_step = stride / 4;
+#pragma unroll
+    for (int q = 0; q < P; ++q) y[q] = flip(*scale, *words, plane + q);
+#pragma unroll 4
+    for (i64 row = 1; row < rows; ++row) {
+      const float s = scale[row * row_step];
+      const u32 word = words[row * row_step];
+#pragma unroll
+      for (int q = 0; q < P; ++q) y[q] = add(y[q], flip(s, word, plane + q));
+    }
+#pragma unroll
+    for (int q = 0; q < P; ++q) y[q] = add(mul(y[q], inv_n), kept[q]);
+  }
+};
+
+// ----- entry points: the exchange ---------------------------------------------------------------------------------------------
+
+#define COMPRESS_PARAMETERS                                                                                             \
+  i64 block_size, i64 blocks, const int *lengths, const float *a, const float *m, char *m_raw, i64 m_stride,            \
+      i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, float *e, char *out_raw, \
+      i64 out_stride, i64 out_per_row, char *scratch
+#define COMPRESS_ARGUMENTS                                                                                              \
+  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, e, out_raw, out_stride, out_per_row}
+
+// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither
+KERNEL onebit_compress_none(COMPRESS_PARAMETERS) {
+  const CompressArguments x = COMPRESS_ARGUMENTS;
+  compress<kNone>(x, scratch);
+}
+KERNEL onebit_compress_flat(COMPRESS_PARAMETERS) {
+  const CompressArguments x = COMPRESS_ARGUMENTS;
+  compress<kFlat>(x, scratch);
+}
+KERNEL onebit_compress_packed(COMPRESS_PARAMETERS) {
+  const CompressArguments x = COMPRESS_ARGUMENTS;
+  compress<kPacked>(x, scratch);
+}
+// for W % 4 == 0, W <= 256 and flats at multiples of 16 bytes
+KERNEL onebit_compress_vectors_none(COMPRESS_PARAMETERS) {
+  const CompressArguments x = COMPRESS_ARGUMENTS;
+  compress_vectors<kNone>(x);
+}
+KERNEL onebit_compress_vectors_flat(COMPRESS_PARAMETERS) {
+  const CompressArguments x = COMPRESS_ARGUMENTS;
+  compress_vectors<kFlat>(x);
+}
+KERNEL onebit_compress_vectors_packed(COMPRESS_PARAMETERS) {
+  const CompressArguments x = COMPRESS_ARGUMENTS;
+  compress_vectors<kPacked>(x);
+}
+
+KERNEL onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, float* d, char* out_raw,
+                     i64 out_stride, float inv_n, char* scratch) {
+  const Here h = here(block_size, blocks);
+  float* residual = d + h.block * block_size;
+  Server server;
+  server.raw = raw;
+  server.stride = stride;
+  server.per_row = blocks;
+  server.rows = rows;
+  server.block = h.block;
+  server.lanes = h.lanes;
+  server.inv_n = inv_n;
+  server.d = residual;
+  const Bits out = bits_of_block(out_raw, out_stride, blocks, h.block, h.lanes);
+  quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1));
+}
+
+KERNEL onebit_unpack(i64 block_size, i64 blocks, char* raw, i64 stride, i64 per_row, const int* lengths, float* out) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Bits in = bits_of_block(raw, stride, per_row, h.block, h.lanes);
+  const int length = lengths[h.block];
+  const float scale = *in.scale;
+  float* to = out + h.block * block_size;
+  if (vectors(h) && aligned(to, 16)) {
+    const Vectors at = Vectors::of(h);
+    u32 words[4];
+    load_words4(words, in.words + at.lane);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      float v[4];
+#pragma unroll
+      for (int q = 0; q < 4; ++q) v[q] = at.at(c) + q < length ? flip(scale, words[q], at.plane_of(c)) : 0.0f;
+      store4(to + at.at(c), v);
+    }
+    return;
+  }
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    const u32 word = in.words[lane];
+#pragma unroll 8
+    for (int k = 0; k < kPlanes; ++k) {
+      const int i = k * h.lanes + lane;
+      to[i] = i < length ? flip(scale, word, k) : 0.0f;
+    }
+  }
+}
+
+// ----- entry points: moving between parameters and flat buckets ---------------------------------------------------------------
+
+KERNEL onebit_gather(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, float* out) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Run run = run_of_block(block_span, spans, h.block, block_size);
+  const int length = lengths[h.block];
+  float* to = out + h.block * block_size;
+  if (vectors(h) && aligned(to, 16)) {
+    const Vectors at = Vectors::of(h);
+    float v[4 * kChunks];
+    load_vectors(v, run, at, length, static_cast<int>(block_size));
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) store4(to + at.at(c), v + 4 * c);
+    return;
+  }
+#pragma unroll 4
+  for (int i = h.t; i < static_cast<int>(block_size); i += h.T)
+    to[i] = run.held && i < length ? load1(run.data, run.dtype, i) : 0.0f;
+}
+
+KERNEL onebit_scatter(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
+                      const float* flat) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Run run = run_of_block(block_span, spans, h.block, block_size);
+  if (!run.held) return;
+  const int length = lengths[h.block];
+  const float* from = flat + h.block * block_size;
+  const bool full = vectors(h) && length == static_cast<int>(block_size) && aligned(from, 16);
+  if (full && aligned(run.data, run.dtype == kFloat32 ? 16 : 8)) {
+    const Vectors at = Vectors::of(h);
+    float v[kChunks][4];
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) load4(v[c], from + at.at(c));
+    if (run.dtype == kFloat32) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) store4(reinterpret_cast<float*>(run.data) + at.at(c), v[c]);
+    } else {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        u32 h16[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) h16[q] = run.dtype == kBfloat16 ? float_to_bfloat(v[c][q]) : float_to_half(v[c][q]);
+        uint2 pair;
+        pair.x = h16[0] | h16[1] << 16;
+        pair.y = h16[2] | h16[3] << 16;
+        *reinterpret_cast<uint2*>(run.data + 2 * at.at(c)) = pair;
+      }
+    }
+    return;
+  }
+#pragma unroll 4
+  for (int i = h.t; i < length; i += h.T) store1(run.data, run.dtype, i, from[i]);
+}
+
+// ----- entry points: gradient statistics --------------------------------------------------------------------------------------
+
+struct Piece {  // of a tensor: one thread block's work
+  u64 address;
+  int count;
+  int dtype;
+};
+
+// Sum of squares of each piece in fp64, where the square of any fp32 number is exact and no sum can overflow: a sum that is not
+// finite means an element that is not. The order of additions depends on nothing but the count.
+KERNEL onebit_grad_stats(const Piece* pieces, const int* piece_tensor, double* sums, int* broken) {
+  double* acc = reinterpret_cast<double*>(shared_memory);
+  const Piece piece = pieces[blockIdx.x];
+  const char* base = global_pointer(piece.address);
+  const int t = threadIdx.x;
+  const bool wide = piece.dtype == kFloat32 ? aligned(base, 16) : aligned(base, 8);
+  double sum = 0.0;
+#pragma unroll 4
+  for (int i = 4 * t; i < piece.count; i += 4 * kStatsThreads) {
+    float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (wide && i + 4 <= piece.count) {
+      if (piece.dtype == kFloat32) {
+        load4(v, reinterpret_cast<const float*>(base) + i);
+      } else {
+        const uint2 raw = *reinterpret_cast<const uint2*>(base + 2 * i);
+        v[0] = widen(raw.x & 0xffffu, piece.dtype);
+        v[1] = widen(raw.x >> 16, piece.dtype);
+        v[2] = widen(raw.y & 0xffffu, piece.dtype);
+        v[3] = widen(raw.y >> 16, piece.dtype);
+      }
+    } else {
+#pragma unroll
+      for (int q = 0; q < 4; ++q)
+        if (i + q < piece.count) v[q] = load1(base, piece.dtype, i + q);
+    }
+#pragma unroll
+    for (int q = 0; q < 4; ++q) sum = __fma_rn(static_cast<double>(v[q]), static_cast<double>(v[q]), sum);
+  }
+  acc[t] = sum;
+  for (int half = kStatsThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (t < half) acc[t] += acc[t + half];
+  }
+  if (t == 0) {
+    sums[blockIdx.x] = acc[0];
+    if (!(acc[0] - acc[0] == 0.0)) broken[piece_tensor[blockIdx.x]] = 1;  // pieces of a tensor write the same value
+  }
+}
+
+KERNEL onebit_grad_stats_total(i64 pieces, const double* sums, i64 tensors, const int* broken, double* result) {
+  double* acc = reinterpret_cast<double*>(shared_memory);
+  double* count = acc + kStatsThreads;
+  const int t = threadIdx.x;
+  double sum = 0.0, bad = 0.0;
+#pragma unroll 4
+  for (i64 i = t; i < pieces; i += kStatsThreads) sum += sums[i];
+  for (i64 i = t; i < tensors; i += kStatsThreads) bad += broken[i];
+  acc[t] = sum;
+  count[t] = bad;
+  for (int half = kStatsThreads / 2; half > 0; half /= 2) {
+    __syncthreads();
+    if (t < half) {
+      acc[t] += acc[t + half];
+      count[t] += count[t + half];
+    }
+  }
+  if (t == 0) {
+    result[0] = acc[0];
+    result[1] = count[0];
+  }
+}
+
+// ----- entry points: decompress and apply -------------------------------------------------------------------------------------
+
+// x = x*decay - (+-(t*r)), t = alpha*s ; -t * r == -(t * r)
+KERNEL onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
+                         i64 stride, i64 per_row, const float* r, const float* decay, const float* alpha) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Run run = run_of_block(block_span, spans, h.block, block_size);
+  if (!run.held) return;
+  const Bits in = bits_of_block(raw, stride, per_row, h.block, h.lanes);
+  const int length = lengths[h.block];
+  const float keep = decay[run.first_block];  // of the span: all its blocks belong to one parameter, hence one group
+  const float step = mul(alpha[h.block], *in.scale);
+  const float* reciprocal = r + h.block * block_size;
+  float* x = reinterpret_cast<float*>(run.data);
+  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && aligned(reciprocal, 16)) {
+    const Vectors at = Vectors::of(h);
+    float v[kChunks][4], w[kChunks][4];
+    u32 words[4];
+    load_words4(words, in.words + at.lane);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) load4(w[c], reciprocal + at.at(c));
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) v[c][q] = sub(mul(v[c][q], keep), flip(mul(step, w[c][q]), words[q], at.plane_of(c)));
+      store4(x + at.at(c), v[c]);
+    }
+    return;
+  }
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    const u32 word = in.words[lane];
+    const int part = 8;
+    for (int k = 0; k < kPlanes; k += part) {
+      float v[part], w[part];
+      load_planes(v, run, length, h.lanes, lane, k);
+#pragma unroll
+      for (int q = 0; q < part; ++q) w[q] = reciprocal[(k + q) * h.lanes + lane];
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        if (i < length) x[i] = sub(mul(v[q], keep), flip(mul(step, w[q]), word, k + q));
+      }
+    }
+  }
+}
+
+// ----- entry points: 1-bit LAMB -----------------------------------------------------------------------------------------------
+
+// old: flat (old) or packed (old_raw). factors: rows b1, i1, b2, o2, c2, eps, alpha, wd of `blocks` each.
+// result: (blocks, 3): sum of squares of up, of u, largest ratio
+KERNEL onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
+                          i64 stride, i64 per_row, const float* old, char* old_raw, i64 old_stride, i64 old_per_row,
+                          const float* r, float* fresh, const float* factors, float* result, char* scratch) {
+  const Here h = here(block_size, blocks);
+  const Run run = run_of_block(block_span, spans, h.block, block_size);
+  const int length = h.live && run.held ? lengths[h.block] : 0;
+  const Bits now = bits_of_block(raw, stride, per_row, h.block, h.lanes);
+  const float* f = factors + h.block;
+  const float b1 = f[0], i1 = f[blocks], b2 = f[2 * blocks], o2 = f[3 * blocks], c2 = f[4 * blocks], eps = f[5 * blocks];
+  const float alpha = f[6 * blocks], wd = f[7 * blocks];
+  const float s = *now.scale, step = mul(alpha, s);
+  float s_old = 0.0f;
+  const u32* words_old = nullptr;
+  if (old_raw != nullptr) {
+    const Bits before = bits_of_block(old_raw, old_stride, old_per_row, h.block, h.lanes);
+    s_old = *before.scale;
+    words_old = before.words;
+  }
+  const i64 start = h.block * block_size;
+  float* squares_up = accumulators(h, scratch, 3);
+  float* squares_u = squares_up + h.lanes;
+  float* largest = squares_u + h.lanes;
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    const u32 word = now.words[lane], word_old = words_old != nullptr ? words_old[lane] : 0u;
+    float sum_up = 0.0f, sum_u = 0.0f, top = 0.0f;
+    const int part = 8;
+    for (int k = 0; k < kPlanes; k += part) {
+      float x[part], w[part], moment[part], before[part];
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        const bool valid = i < length;
+        x[q] = valid ? reinterpret_cast<const float*>(run.data)[i] : 0.0f;
+        w[q] = valid ? r[start + i] : 0.0f;
+        moment[q] = valid ? fresh[start + i] : 0.0f;
+        before[q] = words_old != nullptr ? flip(s_old, word_old, k + q) : valid ? old[start + i] : 0.0f;
+      }
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        if (i >= length) continue;
+        const float ghat = mul(sub(flip(s, word, k + q), mul(b1, before[q])), i1);
+        const float learned = add(mul(b2, moment[q]), mul(o2, mul(ghat, ghat)));
+        fresh[start + i] = learned;
+        const float up = mul(flip(step, word, k + q), w[q]);
+        const float u = add(up, mul(wd, x[q]));
+        sum_up = add(sum_up, mul(up, up));
+        sum_u = add(sum_u, mul(u, u));
+        if (w[q] > 0.0f) {
+          const float ratio = div(1.0f, mul(w[q], add(root(mul(learned, c2)), eps)));
+          if (ratio > top || ratio != ratio) top = ratio;
+        }
+      }
+    }
+    squares_up[lane] = sum_up;
+    squares_u[lane] = sum_u;
+    largest[lane] = top;
+  }
+  fold_lanes(squares_up, h);
+  fold_lanes(squares_u, h);
+  fold_lanes_max(largest, h);
+  if (h.live && h.t == 0) {
+    result[3 * static_cast<i64>(h.block)] = squares_up[0];
+    result[3 * static_cast<i64>(h.block) + 1] = squares_u[0];
+    result[3 * static_cast<i64>(h.block) + 2] = largest[0];
+  }
+}
+
+// x = x - step*u, u = (+-(alpha*s))*r + wd*x
+KERNEL onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
+                         i64 stride, i64 per_row, const float* r, const float* alpha, const float* wd, const float* step) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Run run = run_of_block(block_span, spans, h.block, block_size);
+  if (!run.held) return;
+  const Bits in = bits_of_block(raw, stride, per_row, h.block, h.lanes);
+  const int length = lengths[h.block];
+  const float size = mul(alpha[h.block], *in.scale), decay = wd[run.first_block], rate = step[run.first_block];
+  const float* reciprocal = r + h.block * block_size;
+  float* x = reinterpret_cast<float*>(run.data);
+  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && aligned(reciprocal, 16)) {
+    const Vectors at = Vectors::of(h);
+    float v[kChunks][4], w[kChunks][4];
+    u32 words[4];
+    load_words4(words, in.words + at.lane);
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) load4(w[c], reciprocal + at.at(c));
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const float u = add(flip(mul(size, w[c][q]), words[q], at.plane_of(c)), mul(decay, v[c][q]));
+        v[c][q] = sub(v[c][q], mul(rate, u));
+      }
+      store4(x + at.at(c), v[c]);
+    }
+    return;
+  }
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    const u32 word = in.words[lane];
+    const int part = 8;
+    for (int k = 0; k < kPlanes; k += part) {
+      float v[part], w[part];
+      load_planes(v, run, length, h.lanes, lane, k);
+#pragma unroll
+      for (int q = 0; q < part; ++q) w[q] = reciprocal[(k + q) * h.lanes + lane];
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        const float u = add(flip(mul(size, w[q]), word, k + q), mul(decay, v[q]));
+        if (i < length) x[i] = sub(v[q], mul(rate, u));
+      }
+    }
+  }
+}
+
+// ----- entry points: 0/1 Adam -------------------------------------------------------------------------------------------------
+
+struct LocalFactors {
+  float b1, o1, lr, decay;
+};
+
+// m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay
+DEVICE void local_update(const LocalFactors& f, float g, float r, float& m, float& u, float& x, float& anchor) {
+  m = add(mul(f.b1, m), mul(f.o1, g));
+  const float p = mul(f.lr, m);
+  u = add(u, p);
+  x = sub(mul(x, f.decay), mul(p, r));
+  anchor = mul(anchor, f.decay);
+}
+
+KERNEL onebit_local_step(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
+                         const Span* gradients, float* m, float* u, const float* r, float* anchor, const float* factors) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Run run = run_of_block(block_span, spans, h.block, block_size);
+  if (!run.held) return;
+  const Run grad = run_of_block(block_span, gradients, h.block, block_size);
+  const float* f = factors + run.first_block;
+  const LocalFactors factor = {f[0], f[blocks], f[2 * blocks], f[3 * blocks]};
+  const int length = lengths[h.block];
+  const i64 start = h.block * block_size;
+  float* x = reinterpret_cast<float*>(run.data);
+  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && aligned(m + start, 16) && aligned(u + start, 16) &&
+      aligned(r + start, 16) && aligned(anchor + start, 16)) {
+    const Vectors at = Vectors::of(h);
+    float vg[4 * kChunks];
+    load_vectors(vg, grad, at, length, static_cast<int>(block_size));
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+      const int i = at.at(c);
+      float vr[4], vm[4], vu[4], vx[4], va[4];
+      load4(vr, r + start + i);
+      load4(vm, m + start + i);
+      load4(vu, u + start + i);
+      load4(vx, x + i);
+      load4(va, anchor + start + i);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) local_update(factor, vg[4 * c + q], vr[q], vm[q], vu[q], vx[q], va[q]);
+      store4(m + start + i, vm);
+      store4(u + start + i, vu);
+      store4(x + i, vx);
+      store4(anchor + start + i, va);
+    }
+    return;
+  }
+#pragma unroll 2
+  for (int i = h.t; i < length; i += h.T) {
+    const float g = grad.held ? load1(grad.data, grad.dtype, i) : 0.0f;
+    float vm = m[start + i], vu = u[start + i], vx = x[i], va = anchor[start + i];
+    local_update(factor, g, r[start + i], vm, vu, vx, va);
+    m[start + i] = vm;
+    u[start + i] = vu;
+    x[i] = vx;
+    anchor[start + i] = va;
+  }
+}
+
+// ----- entry points: BinSGDM (the hash is counter_rng.py's) -------------------------------------------------------------------
+
+DEVICE u32 mix(u32 x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+DEVICE u32 hash_of_block(i64 block, i64 key0) { return mix(static_cast<u32>(block) ^ static_cast<u32>(key0)); }
+DEVICE u32 hash_of(u32 of_block, int i, i64 key1) { return mix((of_block + static_cast<u32>(i) * 0x9e3779b9u) ^ static_cast<u32>(key1)); }
+DEVICE float uniform(u32 h) {  // exact
+  return mul(static_cast<float>(static_cast<int>(h >> 9) * 2 + 1 - (1 << 23)), 1.1920928955078125e-7f);
+}
+
+// m = b*m + o*g ; a = b*a + o*|g| ; bit: not m > a*U
+KERNEL onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* b, const float* o, const float* g,
+                     const int* block_span, const Span* spans, float* m, float* a, i64 key0, i64 key1, i64 first_block,
+                     char* out_raw, i64 out_stride, i64 out_per_row) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Bits out = bits_of_block(out_raw, out_stride, out_per_row, h.block, h.lanes, false);
+  const int length = lengths[h.block];
+  const i64 start = h.block * block_size;
+  const Run grad = spans != nullptr ? run_of_block(block_span, spans, h.block, block_size) : flat_run(g, h.block, block_size);
+  const float keep = b[h.block], take = o[h.block];
+  const u32 seed = hash_of_block(first_block + h.block, key0);
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    u32 word = 0;
+    const int part = 8;
+    for (int k = 0; k < kPlanes; k += part) {
+      float gradient[part], moment[part], size[part];
+#pragma unroll
+      for (int q = 0; q < part; ++q) moment[q] = m[start + (k + q) * h.lanes + lane];
+#pragma unroll
+      for (int q = 0; q < part; ++q) size[q] = a[start + (k + q) * h.lanes + lane];
+      load_planes(gradient, grad, length, h.lanes, lane, k);
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        const float vm = add(mul(keep, moment[q]), mul(take, gradient[q]));
+        const float va = add(mul(keep, size[q]), mul(take, as_float(bits_of(gradient[q]) & ~kSign)));
+        m[start + i] = vm;
+        a[start + i] = va;
+        const bool positive = vm > mul(va == 0.0f ? 1.0f : va, uniform(hash_of(seed, i, key1)));
+        word |= static_cast<u32>(!positive && i < length) << (k + q);
+      }
+    }
+    out.words[lane] = word;
+  }
+}
+
+enum VoteMode { kRandom = 0, kMajority = 1, kMean = 2 };
+
+// Counts of negatives live in bit planes: plane p of `count` holds bit p of the counts of a word's 32 elements.
+KERNEL onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, i64 mode, i64 key0,
+                   i64 key1, i64 first_block, u32* out, i64 planes) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const int kCountPlanes = 16;  // up to 65,535 rows
+  const int length = lengths[h.block];
+  const u32 seed = hash_of_block(first_block + h.block, key0);
+  const float n = static_cast<float>(static_cast<int>(rows));
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    u32 count[kCountPlanes];
+#pragma unroll
+    for (int p = 0; p < kCountPlanes; ++p) count[p] = 0u;
+    const u32* words = reinterpret_cast<const u32*>(raw) + static_cast<i64>(h.block) * h.lanes + lane;
+#pragma unroll 4
+    for (i64 row = 0; row < rows; ++row) {
+      u32 carry = words[row * (stride / 4)];
+#pragma unroll
+      for (int p = 0; p < kCountPlanes; ++p) {
+        const u32 both = count[p] & carry;
+        count[p] ^= carry;
+        carry = both;
+      }
+    }
+    u32 valid = 0;
+#pragma unroll
+    for (int k = 0; k < kPlanes; ++k) valid |= static_cast<u32>(k * h.lanes + lane < length) << k;
+    u32* to = out + h.block * planes * h.lanes + lane;
+    if (mode == kMean) {
+#pragma unroll
+      for (int p = 0; p < kCountPlanes; ++p)
+        if (p < planes) to[static_cast<i64>(p) * h.lanes] = count[p] & valid;
+      continue;
+    }
+    u32 word = 0;
+    for (int k = 0; k < kPlanes; ++k) {
+      int negatives = 0;
+#pragma unroll
+      for (int p = 0; p < kCountPlanes; ++p) negatives |= static_cast<int>((count[p] >> k) & 1u) << p;
+      const int balance = static_cast<int>(rows) - 2 * negatives;
+      const u32 hash = hash_of(seed, k * h.lanes + lane, key1);
+      const bool negative = mode == kRandom ? !(static_cast<float>(balance) > mul(n, uniform(hash)))
+                                            : balance < 0 || (balance == 0 && hash >= kSign);
+      word |= static_cast<u32>(negative) << k;
+    }
+    *to = word & valid;
+  }
+}
+
+// x = x*decay + lr*ubar where alive, else x*decay + 0 ; mean_of 0: ubar = +-1 by the bits, else (n - 2c) * share
+KERNEL onebit_apply_votes(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
+                          const u32* words, i64 planes, const u32* live, i64 mean_of, float share, const float* decay,
+                          const float* lr) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Run run = run_of_block(block_span, spans, h.block, block_size);
+  if (!run.held) return;
+  const int length = lengths[h.block];
+  const float keep = decay[run.first_block], rate = lr[h.block];
+  float* x = reinterpret_cast<float*>(run.data);
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    const u32* from = words + h.block * planes * h.lanes + lane;
+    const u32 alive = live[static_cast<i64>(h.block) * h.lanes + lane];
+    const u32 first = *from;
+    const int part = 8;
+    for (int k = 0; k < kPlanes; k += part) {
+      int count[part];
+      float v[part];
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        v[q] = i < length ? x[i] : 0.0f;
+        count[q] = static_cast<int>((first >> (k + q)) & 1u);
+      }
+      for (int p = 1; p < static_cast<int>(planes); ++p) {
+        const u32 more = from[static_cast<i64>(p) * h.lanes];
+#pragma unroll
+        for (int q = 0; q < part; ++q) count[q] |= static_cast<int>((more >> (k + q)) & 1u) << p;
+      }
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        float ubar = count[q] ? -1.0f : 1.0f;
+        if (mean_of) ubar = mul(static_cast<float>(static_cast<int>(mean_of) - 2 * count[q]), share);
+        const float delta = (alive >> (k + q)) & 1u ? mul(rate, ubar) : 0.0f;
+        if (i < length) x[i] = add(mul(v[q], keep), delta);
+      }
+    }
+  }
+}
+
+KERNEL onebit_mark_live(i64 block_size, i64 blocks, const int* lengths, const float* a, u32* words) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const int length = lengths[h.block];
+  const float* from = a + h.block * block_size;
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    u32 word = 0;
+#pragma unroll
+    for (int k = 0; k < kPlanes; ++k) {
+      const int i = k * h.lanes + lane;
+      word |= static_cast<u32>(i < length && from[i] > 0.0f) << k;
+    }
+    words[static_cast<i64>(h.block) * h.lanes + lane] = word;
+  }
+}
