@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin, ReplicaMismatch, fingerprint
-from lightning_onebit.comm import CollectiveFailure, PlanMismatch, StepRecord
+from lightning_onebit.comm import CollectiveFailure, PlanMismatch
 
 
 def _module(*shapes: tuple[int, ...]) -> torch.nn.Module:
@@ -24,16 +24,14 @@ def _module(*shapes: tuple[int, ...]) -> torch.nn.Module:
     return module
 
 
-def _trainer(phase: str = "COMPRESSED") -> Any:
-    optimizer = SimpleNamespace(
-        phase=SimpleNamespace(name=phase), ledger=SimpleNamespace(last=StepRecord(bytes_sent=8))
-    )
+def _trainer(local: bool = False) -> Any:
+    optimizer = SimpleNamespace(mid_local=False) if local else SimpleNamespace()
     return SimpleNamespace(global_step=0, strategy=SimpleNamespace(onebit_optimizers=[optimizer]))
 
 
-def _run(rank: int, spoil_at: int, spoiled: int, steps: int, every: int, phase: str = "COMPRESSED") -> tuple[int, str]:
+def _run(rank: int, spoil_at: int, spoiled: int, steps: int, every: int, local: bool = False) -> tuple[int, str]:
     """Trains for some steps; rank 1 loses one bit of parameter ``spoiled`` after step ``spoil_at``. Returns where it raised."""
-    module, trainer = _module((3, 5), (0,), (), (7,)), _trainer(phase)
+    module, trainer = _module((3, 5), (0,), (), (7,)), _trainer(local)
     callback = ReplicaConsistencyMixin(every, timeout=30)
     callback.on_train_start(trainer, module)
     try:
@@ -45,7 +43,8 @@ def _run(rank: int, spoil_at: int, spoiled: int, steps: int, every: int, phase: 
                     flat = list(module.parameters())[spoiled].view(-1)
                     flat.view(torch.int32)[-1] ^= 1
             trainer.global_step = step
-            trainer.strategy.onebit_optimizers[0].ledger.last = StepRecord(bytes_sent=8 * (step % 4 == 0))
+            if local:
+                trainer.strategy.onebit_optimizers[0].mid_local = step % 4 != 0
             callback.on_train_batch_end(trainer, module, None, None, step)
         callback.on_train_end(trainer, module)
     except ReplicaMismatch as error:
@@ -73,7 +72,7 @@ def test_equal_replicas_raise_nothing_and_the_last_step_is_checked_too() -> None
 
 def test_between_synchronisations_replicas_may_differ_and_the_check_waits_for_the_next_one() -> None:
     # Synchronisations at steps 4, 8, 12: the check due at step 5 is made at step 8.
-    assert [step for step, _ in run_ranks(_spoiled, 2, 1, 0, 12, 5, "LOCAL")] == [8, 8]
+    assert [step for step, _ in run_ranks(_spoiled, 2, 1, 0, 12, 5, True)] == [8, 8]
 
 
 def _other_model(rank: int, world: int) -> str:

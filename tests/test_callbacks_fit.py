@@ -297,7 +297,9 @@ def test_loggers_get_the_documented_names_at_lightnings_interval(fits: list[dict
     assert float(rows[-1]["onebit/total_bytes_sent"]) == result["total"]["bytes_sent"]
     assert float(rows[-1]["onebit/ratio"]) > 5 > 1.1 > float(rows[0]["onebit/ratio"])
     logged = {name for name in rows[0] if name.startswith("onebit/")}
-    assert set(METRICS) - logged == {"onebit/bytes_intra", "onebit/bytes_inter"} and logged <= set(METRICS)
+    absent = {name.split("/")[1] for name in set(METRICS) - logged}
+    assert {name for name in absent if not name.startswith("trust_ratio")} == {"bytes_intra", "bytes_inter"}
+    assert logged <= set(METRICS)
     assert all(row["onebit/residual_ratio"] and row["onebit/sign_agreement"] for row in rows[1:])
 
 

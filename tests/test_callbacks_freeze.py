@@ -276,6 +276,18 @@ def test_the_switch_is_announced_once_with_step_rule_and_reason(said: list[str])
     assert "4 dense steps of 40 planned were asked for" in switches[0]
 
 
+def test_steps_that_are_not_all_dense_before_the_freeze_are_not_called_so(said: list[str]) -> None:
+    optimizer = onebit_adam()
+    optimizer.variance_policy = object()  # type: ignore[attr-defined]  # 0/1 Adam compresses before its freeze too
+    trainer = FakeTrainer([optimizer], 10)
+    trainer.start(VarianceFreezeMixin(step=2))
+    for _ in range(3):
+        trainer.step()
+    assert "makes 2 steps with a learning variance of 10 planned" in said[0]
+    assert "at least 4.0x less is sent than by a dense fp16" in said[0]
+    assert "made 2 steps and freezes" in said[1] and not any("dense step" in line for line in said)
+
+
 def test_a_single_process_is_not_told_that_steps_get_compressed(said: list[str]) -> None:
     optimizer = onebit_adam(force_compression=False)
     trainer = FakeTrainer([optimizer])

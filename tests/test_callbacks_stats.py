@@ -51,12 +51,9 @@ def test_every_logged_name_is_documented_and_every_documented_name_exists() -> N
     logged = {name for values in module.logged for name in values}
     assert logged <= set(METRICS)
     # Those that need several nodes, an option, or something to compare with appear elsewhere.
-    assert set(METRICS) - logged <= {
-        "onebit/bytes_intra",
-        "onebit/bytes_inter",
-        "onebit/sign_agreement",
-        "onebit/ratio",
-    }
+    special = {"bytes_intra", "bytes_inter", "sign_agreement", "ratio"}
+    absent = {name.split("/")[1] for name in set(METRICS) - logged}
+    assert {name for name in absent if not name.startswith("trust_ratio")} <= special
     page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
     assert set(re.findall(r"^\| `(onebit/\w+)`", page, re.MULTILINE)) == set(METRICS)
 
@@ -127,6 +124,24 @@ def test_sign_agreement_is_measured_on_local_gradients_of_compressed_steps_at_it
     # Steps 2 and 4, 6 are due; step 2 is dense.
     assert [value is not None for value in found[0]] == [False, False, False, True, False, True]
     assert all(0.3 < value < 0.7 for value in found[0] if value is not None), "independent signs agree by half"
+
+
+def test_trust_ratios_are_summarised_and_listed_per_layer_on_request() -> None:
+    for per_layer in (False, True):
+        optimizer = onebit_adam()
+        optimizer.get_lamb_coeffs = lambda: {"a.weight": 0.5, "a.bias": 2.0, "b": 3.5}  # type: ignore[attr-defined]
+        _, module = _train(CompressionStatsMixin(trust_ratios_per_layer=per_layer), [optimizer], 3)
+        found = {name: value for name, value in module.logged[-1].items() if "trust" in name}
+        expected = {"min": 0.5, "mean": 2.0, "max": 3.5}
+        expected = {f"onebit/trust_ratio_{name}": value for name, value in expected.items()}
+        if per_layer:
+            expected.update({f"onebit/trust_ratio/{name}": v for name, v in optimizer.get_lamb_coeffs().items()})
+        assert found == expected
+
+
+def test_trust_ratios_without_lamb_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"trust_ratios_per_layer=True.*the optimizers are OnebitAdam"):
+        FakeTrainer([onebit_adam()]).start(CompressionStatsMixin(trust_ratios_per_layer=True), FakeModule())
 
 
 def test_the_table_combines_the_ranks() -> None:
@@ -331,6 +346,7 @@ def test_ratios_are_written_with_the_digits_that_matter(ratio: float, text: str)
         ({"sign_agreement_every_n_steps": -1}, ValueError, "`sign_agreement_every_n_steps`"),
         ({"sign_agreement_every_n_steps": 1.5}, TypeError, "`sign_agreement_every_n_steps`"),
         ({"progress_bar": 1}, TypeError, "`progress_bar`"),
+        ({"trust_ratios_per_layer": None}, TypeError, "`trust_ratios_per_layer`"),
         ({"summary": "yes"}, TypeError, "`summary`"),
         ({"figure": 3}, TypeError, "`figure`"),
         ({"figure": None}, TypeError, "`figure`"),

@@ -134,7 +134,4 @@ def _compare(names: Sequence[str], rows: Tensor, step: int) -> None:
 
 
 def _between_synchronisations(trainer: Any) -> bool:
-    return any(
-        optimizer.phase.name == "LOCAL" and optimizer.ledger.last is not None and not optimizer.ledger.last.bytes_sent
-        for optimizer in trainer.strategy.onebit_optimizers
-    )
+    return any(getattr(optimizer, "mid_local", False) for optimizer in trainer.strategy.onebit_optimizers)

@@ -138,6 +138,7 @@ class _Watch:
     rule: StabilityRule
     planned: int | None
     offset: int
+    steps: str
     learning_rate: LearningRateWatch = field(default_factory=LearningRateWatch)
     seen: int = 0
     done: bool = False
@@ -278,9 +279,10 @@ class VarianceFreezeMixin:
             offset = restored["offset"] if restored else max(0, stepped_batches(trainer) - optimizer.steps)
             planned = self._planned(trainer, offset)
             rule = self._bounds(trainer, planned, optimizer)
-            watch = _Watch(
-                optimizer_name(index, len(optimizers), optimizer), rule, planned, offset, seen=optimizer.steps
-            )
+            # 0/1 Adam compresses most steps before its variance freezes too: what is dense follows its own policy.
+            steps = "steps" if hasattr(optimizer, "variance_policy") else "dense steps"
+            name = optimizer_name(index, len(optimizers), optimizer)
+            watch = _Watch(name, rule, planned, offset, steps, seen=optimizer.steps)
             if restored:
                 watch.restore(restored)
             self._watches.append(watch)
@@ -346,7 +348,7 @@ class VarianceFreezeMixin:
         # In a single process there is nobody to exchange with, so steps stay dense after the freeze.
         then = "steps stay dense in a single process" if optimizer.next_step_is_dense else "the next step is compressed"
         rank_zero_info(
-            f"VarianceFreeze: {watch.name} made {optimizer.steps:,} dense steps and freezes its variance; {then}. "
+            f"VarianceFreeze: {watch.name} made {optimizer.steps:,} {watch.steps} and freezes its variance; {then}. "
             f"Rule: {self._rule_text()}. Reason: {self._reason(watch, optimizer.steps)}."
         )
 
@@ -372,7 +374,7 @@ class VarianceFreezeMixin:
         if self.mode != "auto":
             of = f" of {watch.planned:,} planned" if watch.planned is not None else ""
             note = ", though the learning rate still rises" if rising else ""
-            return f"{rule.latest:,} dense steps{of} were asked for{note}"
+            return f"{rule.latest:,} {watch.steps}{of} were asked for{note}"
         ratio = f"||v_(t-{rule.window})||_1/||v_t||_1"
         if rule.settled and not rising:
             return f"the variance has settled, {ratio} = {rule.ratio:.3f}, and the learning rate does not rise"
@@ -382,12 +384,14 @@ class VarianceFreezeMixin:
             why = f"{ratio} " + (
                 "was never looked at" if rule.ratio is None else f"= {rule.ratio:.3f} at the last look"
             )
-        return f"the maximum of {rule.latest:,} dense steps is reached ({why})"
+        return f"the maximum of {rule.latest:,} {watch.steps} is reached ({why})"
 
     def _forecast(self, trainer: Any, watch: _Watch) -> str:
         rule, planned = watch.rule, watch.planned
         at_most, at_least = ("at most ", "at least ") if self.mode == "auto" else ("", "")
-        text = f"VarianceFreeze({self._rule_text()}): {watch.name} makes {at_most}{rule.latest:,} dense steps"
+        text = f"VarianceFreeze({self._rule_text()}): {watch.name} makes {at_most}{rule.latest:,} {watch.steps}"
+        if watch.steps == "steps":
+            text, at_least = f"{text} with a learning variance", "at least "
         text += f" of {planned:,} planned" if planned is not None else ""
         if self.mode == "auto" and rule.window >= rule.latest:
             text += f" (the window of {rule.window:,} steps is not shorter, so this maximum will decide)"
@@ -395,9 +399,9 @@ class VarianceFreezeMixin:
             return f"{text}. One process exchanges nothing."
         if planned is None:
             return f"{text}. The longer the run, the less is sent: up to 16x less than fp16, 32x less than fp32."
-        if rule.latest >= planned:
+        if rule.latest >= planned and watch.steps == "dense steps":
             return f"{text}: no step will be compressed and nothing is saved. Freeze earlier or train longer."
-        w = rule.latest / planned
+        w = min(1.0, rule.latest / planned)
         return (
             f"{text} (w = {w:.1%}): {at_least}{volume_reduction(w, 16):.1f}x less is sent than by a dense fp16 "
             f"all-reduce, {at_least}{volume_reduction(w, 32):.1f}x less than by an fp32 one."

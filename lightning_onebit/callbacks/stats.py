@@ -18,6 +18,7 @@ from lightning_onebit.callbacks._common import (
     check_flag,
     check_trainer,
     compressed_optimizers,
+    misconfiguration,
     optimizer_name,
 )
 from lightning_onebit.comm import StepRecord
@@ -43,6 +44,10 @@ METRICS: dict[str, str] = {
     "onebit/dense_step": "1 if the step averaged gradients densely, 0 if it was compressed",
     "onebit/residual_ratio": "norm of this rank's worker residual over the norm of the momentum",
     "onebit/sign_agreement": "share of coordinates where the signs of all ranks' local gradients agree",
+    "onebit/trust_ratio_min": "smallest trust ratio of any tensor in the step (1-bit LAMB)",
+    "onebit/trust_ratio_mean": "mean trust ratio over tensors in the step (1-bit LAMB)",
+    "onebit/trust_ratio_max": "largest trust ratio of any tensor in the step (1-bit LAMB)",
+    "onebit/trust_ratio": "trust ratio of one tensor, whose name follows after a slash (1-bit LAMB, on request)",
     "onebit/total_bytes_sent": "bytes this rank has sent since the start of training",
     "onebit/total_dense_bytes": "bytes dense ring all-reduces would have sent since the start of training",
     "onebit/total_ratio": "total_dense_bytes / total_bytes_sent",
@@ -133,6 +138,8 @@ class CompressionStatsMixin:
             over its memory; it is read at compressed steps that are logged. None never reads it.
         sign_agreement_every_n_steps: the same for the agreement of the ranks' gradient signs, which gathers 64 KiB per
             rank (a collective). None (default) never measures it.
+        trust_ratios_per_layer: with 1-bit LAMB, log the trust ratio of every tensor too, not only their smallest, mean and
+            largest.
         progress_bar: add the item to the progress bar.
         summary: log the table when fit ends.
         figure: draw volume, ratio, residual and loss against bytes when fit ends, into ``onebit_compression.png`` in
@@ -142,7 +149,8 @@ class CompressionStatsMixin:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
         ValueError: an interval is smaller than 1.
         ModuleNotFoundError: ``figure`` is asked for and matplotlib is not installed.
-        MisconfigurationException: (when fitting starts) the strategy compresses nothing.
+        MisconfigurationException: (when fitting starts) the strategy compresses nothing, or ``trust_ratios_per_layer`` is
+            asked for and no optimizer has trust ratios.
 
     Example:
         >>> Trainer(strategy="onebit_adam", callbacks=[CompressionStats()])
@@ -153,6 +161,7 @@ class CompressionStatsMixin:
         residual_every_n_steps: int | None = 50,
         *,
         sign_agreement_every_n_steps: int | None = None,
+        trust_ratios_per_layer: bool = False,
         progress_bar: bool = True,
         summary: bool = True,
         figure: bool | str = False,
@@ -165,6 +174,7 @@ class CompressionStatsMixin:
         if sign_agreement_every_n_steps is not None:
             remedy = "give a number of steps, or None for never"
             check_count("sign_agreement_every_n_steps", sign_agreement_every_n_steps, remedy=remedy)
+        check_flag("trust_ratios_per_layer", trust_ratios_per_layer)
         check_flag("progress_bar", progress_bar)
         check_flag("summary", summary)
         if not isinstance(figure, str):
@@ -173,6 +183,7 @@ class CompressionStatsMixin:
             _figure_class()
         self.residual_every_n_steps = residual_every_n_steps
         self.sign_agreement_every_n_steps = sign_agreement_every_n_steps
+        self.trust_ratios_per_layer = trust_ratios_per_layer
         self.progress_bar = progress_bar
         self.summary = summary
         self.figure = figure
@@ -190,8 +201,14 @@ class CompressionStatsMixin:
             check_trainer(self, trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Refuses a fit without compressed optimizers."""
-        compressed_optimizers(self, trainer)
+        """Refuses a fit without compressed optimizers, and trust ratios where no optimizer has any."""
+        optimizers = compressed_optimizers(self, trainer)
+        if self.trust_ratios_per_layer and not any(hasattr(optimizer, "get_lamb_coeffs") for optimizer in optimizers):
+            kinds = ", ".join(sorted({type(optimizer).__name__ for optimizer in optimizers}))
+            raise misconfiguration(
+                trainer,
+                f"CompressionStats(trust_ratios_per_layer=True) needs 1-bit LAMB, but the optimizers are {kinds}: leave it out.",
+            )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Starts watching the optimizers; by now a checkpoint's ledgers have been loaded."""
@@ -291,10 +308,23 @@ class CompressionStatsMixin:
             watch.residual_at = watch.optimizer.steps
             values["onebit/residual_ratio"] = watch.optimizer.residual_ratio()
             watch.residual.update(values["onebit/residual_ratio"])
+        values.update(self._trust_ratios(watch))
         values.update(watch.found)
         watch.found.clear()
         # An infinite ratio (a step that sent nothing) would spoil every plot.
         return {name: float(value) for name, value in values.items() if math.isfinite(value)}
+
+    def _trust_ratios(self, watch: _Watch) -> dict[str, float]:
+        read = getattr(watch.optimizer, "get_lamb_coeffs", None)
+        ratios: dict[str, float] = read() if read is not None else {}
+        if not ratios:
+            return {}
+        mean = sum(ratios.values()) / len(ratios)
+        summary = {"min": min(ratios.values()), "mean": mean, "max": max(ratios.values())}
+        values = {f"onebit/trust_ratio_{kind}": value for kind, value in summary.items()}
+        if self.trust_ratios_per_layer:
+            values.update({f"onebit/trust_ratio/{name}": value for name, value in ratios.items()})
+        return values
 
     def _residual_is_due(self, watch: _Watch, record: StepRecord) -> bool:
         if self.residual_every_n_steps is None or record.dense:
