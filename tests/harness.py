@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ def run_ranks(
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
+    _build_kernels_once()
     with tempfile.TemporaryDirectory(prefix="onebit-ranks-") as directory:
         job = pickle.dumps((fn, args))
         processes, connections = [], []
@@ -79,6 +81,22 @@ def run_ranks(
                 process.kill()
             for process in processes:
                 process.join(10)
+
+
+@cache
+def _build_kernels_once() -> None:
+    """Compiles the CPU kernels if that was never done on this machine, outside the time limit of any run."""
+    process = mp.get_context("forkserver").Process(target=_build_kernels, daemon=True)
+    process.start()
+    process.join(300)
+    process.kill()
+
+
+def _build_kernels() -> None:
+    from lightning_onebit.kernels import get_backend
+
+    get_backend("auto", "cpu")
+    os._exit(0)
 
 
 def _collect(

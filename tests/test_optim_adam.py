@@ -826,10 +826,12 @@ def batch(t: int, rank: int, part: int = 0, parts: int = 1) -> Tensor:
     return torch.randn(12, 10, generator=generator).chunk(parts)[part]
 
 
-def backward_worker(rank: int, world: int, how: str, parts: int, steps: int, freeze_step: int) -> Any:
+def backward_worker(
+    rank: int, world: int, how: str, parts: int, steps: int, freeze_step: int, overlap: str = "step"
+) -> Any:
     model = network()
     params = list(model.parameters())
-    optimizer = OnebitAdam(params, lr=0.01, freeze_step=freeze_step, block_size=32, bucket_mb=0.002)
+    optimizer = OnebitAdam(params, lr=0.01, freeze_step=freeze_step, block_size=32, bucket_mb=0.002, overlap=overlap)
     during, collectives = [], []
     for t in range(steps):
         optimizer.zero_grad(set_to_none=how != "kept")
@@ -838,7 +840,7 @@ def backward_worker(rank: int, world: int, how: str, parts: int, steps: int, fre
                 if how == "announced":
                     optimizer.begin_backward(sync=part == parts - 1)
                 (model(batch(t, rank, part, parts)).square().mean() / parts).backward()
-            during.append(len(counted.of("all_reduce")))
+            during.append(len(counted.seen))
             if how == "synced":
                 optimizer.sync_gradients()
                 optimizer.sync_gradients()
@@ -896,6 +898,46 @@ def test_accumulating_micro_batches_is_one_big_batch_and_one_exchange(how: str) 
         assert collectives == same
         for x, y in zip(a["x"], b["x"], strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["announced", "plain"])
+def test_overlap_with_backward_gives_the_same_run_and_sends_while_backward_runs(how: str) -> None:
+    (reference, *_), (ours, *_) = (
+        run_ranks(backward_worker, 2, h, 2, 8, 4, o) for h, o in (("plain", "step"), (how, "backward"))
+    )
+    assert equal(ours[0], reference[0]) and ours[2] == reference[2]
+    compressed = ours[1][4:]
+    assert (min(compressed) >= 2) if how == "announced" else (max(compressed) == 0)
+
+
+def overlap_broken_worker(rank: int, world: int) -> str:
+    params = list(network().parameters())
+    optimizer = OnebitAdam(params, freeze_step=1, overlap="backward", block_size=32)
+    for t in range(3):
+        optimizer.zero_grad()
+        optimizer.begin_backward()
+        loss = torch.stack([p.square().sum() for p in params]).sum()
+        (loss * (float("nan") if t == 2 and rank == 1 else 1.0)).backward()
+        if t == 2:
+            with pytest.raises(FloatingPointError) as caught:
+                optimizer.step()
+            assert all(torch.isfinite(p).all() for p in params), "weights are not touched"
+            return str(caught.value)
+        optimizer.step()
+    return ""
+
+
+def test_overlap_with_backward_cannot_skip_a_broken_step_and_says_so_on_all_ranks() -> None:
+    for message in run_ranks(overlap_broken_worker, 2):
+        assert "step 3" in message and "overlap='backward'" in message and "overlap='step'" in message
+
+
+def test_overlap_with_backward_excludes_clipping() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"max_grad_norm=1\.0 needs all gradients .* overlap='backward'"):
+        OnebitAdam([p], overlap="backward", max_grad_norm=1.0)
+    with pytest.raises(ValueError, match="overlap='backward' sends them as they come"):
+        OnebitAdam([p], overlap="backward").clip_grad_norm_(1.0)
 
 
 def sync_worker(rank: int, world: int) -> Any:
@@ -1218,6 +1260,19 @@ def test_16_bit_parameters_have_fp32_masters_and_state(dtype: torch.dtype) -> No
     assert (moved > 0).all(), "steps too small for 16 bits are kept in the masters"
 
 
+def test_residuals_in_bfloat16_take_half_the_memory_and_stay_near_the_run_in_fp32() -> None:
+    options = {"lr": 1e-3, "freeze_step": 5, "block_size": 32}
+    runs = [Run(30, {**options, "residual_dtype": d}, shapes=SMALL) for d in ("float32", "bfloat16")]
+    exact, short = (run_ranks(train, 2, run) for run in runs)
+    assert_compressed(short, 5, 25)
+    for result in short:
+        assert {r.dtype for r in result["residuals"].values()} == {torch.bfloat16}
+        assert equal(result["x"], short[0]["x"])
+    moved = [(a - torch.from_numpy(x)).norm() for a, x in zip(exact[0]["x"], runs[0].start(), strict=True)]
+    for l, (a, b) in enumerate(zip(exact[0]["x"], short[0]["x"], strict=True)):
+        assert l in (2, 3) or 0 < (a - b).norm() < 0.25 * moved[l], "some signs turn, the direction does not"
+
+
 def channels_last_worker(rank: int, world: int, run: Run) -> Any:
     """NHWC arrays seen as NCHW parameters: memory order is that of the run."""
     params = [torch.nn.Parameter(torch.from_numpy(a).permute(0, 3, 1, 2)) for a in run.start()]
@@ -1281,6 +1336,8 @@ def test_channels_last_parameters_keep_their_strides() -> None:
         ({"kernels": "gpu"}, ValueError, "kernels='gpu' is unknown; choose one of"),
         ({"timeout": 0}, ValueError, "timeout=0"),
         ({"timeout": None}, TypeError, "timeout=None"),
+        ({"overlap": "always"}, ValueError, "overlap='always' is unknown; choose one of"),
+        ({"residual_dtype": "float16"}, ValueError, "residual_dtype='float16' is unknown; choose one of"),
     ],
 )
 def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: type[Exception], words: str) -> None:
