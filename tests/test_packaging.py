@@ -1,0 +1,274 @@
+"""What is installed is complete, and the texts around the code say what the code does."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+
+import lightning_onebit as ob
+from lightning_onebit.strategy import OnebitMixin
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+# ----- the wheel -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of the sources so that nothing is left in the checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    unwanted = shutil.ignore_patterns("__pycache__", "*.so", "build")
+    shutil.copytree(ROOT / "lightning_onebit", source / "lightning_onebit", ignore=unwanted)
+    shutil.copytree(ROOT / "tests", source / "tests", ignore=unwanted)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    run([*pip, "--wheel-dir", str(folder), str(source)], folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        return message_from_string(archive.read(name).decode())
+
+
+def test_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
+    shipped = {
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "lightning_onebit").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts and path.suffix != ".so"
+    }
+    assert "lightning_onebit/py.typed" in shipped
+    assert any(name.endswith(".cpp") for name in shipped), "the C++ kernels are not where the package data looks"
+    with zipfile.ZipFile(wheel) as archive:
+        held = {name for name in archive.namelist() if ".dist-info/" not in name}
+        assert any(name.endswith("LICENSE") for name in archive.namelist())
+    assert held == shipped
+
+
+def test_wheel_works_from_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
+    """Imported from the wheel alone, it registers its strategies and builds an optimizer."""
+    target = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(target)
+    script = (
+        "import pathlib, torch, lightning_onebit as ob\n"
+        "import pytorch_lightning as pl\n"
+        f"assert pathlib.Path(ob.__file__).is_relative_to({str(target)!r}), ob.__file__\n"
+        "assert 'onebit_adam' in pl.strategies.StrategyRegistry\n"
+        "model = torch.nn.Linear(40, 3)\n"
+        "optimizer = ob.OnebitAdam(model.parameters(), freeze_step=1, force_compression=True, kernels='reference')\n"
+        "torch.distributed.init_process_group('gloo', init_method='file://' + str(pathlib.Path('rendezvous').absolute()),\n"
+        "                                     rank=0, world_size=1)\n"
+        "for _ in range(3):\n"
+        "    model(torch.ones(2, 40)).square().sum().backward()\n"
+        "    optimizer.step(); optimizer.zero_grad()\n"
+        "assert optimizer.ledger.compressed_steps == 2\n"
+        "torch.distributed.destroy_process_group()\n"
+    )
+    run([sys.executable, "-c", script], tmp_path, PYTHONPATH=str(target), OMP_NUM_THREADS="1")
+
+
+def test_metadata_names_version_python_extras_and_withdrawn_releases(wheel: Path) -> None:
+    fields = metadata(wheel)
+    assert fields["Version"] == ob.__version__
+    assert fields["Requires-Python"] == ">=3.10"
+    assert fields["License-Expression"] == "Apache-2.0"
+    assert {"cpu", "cuda12", "cuda13", "cli", "dev", "plot"} <= set(fields.get_all("Provides-Extra"))
+    requirements = [Requirement(text) for text in fields.get_all("Requires-Dist")]
+    bare = {requirement.name: requirement.specifier for requirement in requirements if not requirement.marker}
+    assert set(bare) == {"torch", "pytorch-lightning", "torchmetrics", "numpy"}
+    for requirement in requirements:
+        if requirement.name in ("lightning", "pytorch-lightning"):
+            for withdrawn in ("2.6.2", "2.6.3"):
+                assert withdrawn not in requirement.specifier
+
+
+def test_constraints_pin_everything_asked_for_and_name_no_host(wheel: Path) -> None:
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints.txt").read_text().splitlines()]
+    pins = [Requirement(line) for line in lines if line]
+    assert all(str(pin.specifier).startswith("==") and pin.url is None for pin in pins)
+    by_name = {pin.name.lower(): pin.specifier for pin in pins}
+    for requirement in map(Requirement, metadata(wheel).get_all("Requires-Dist")):
+        # The build tool is whatever Python brings; CuPy depends on the machine; the package's own extras are no package.
+        if requirement.name in ("setuptools", "lightning-onebit") or requirement.name.startswith("cupy"):
+            continue
+        pinned = str(by_name[requirement.name.lower()]).removeprefix("==")
+        assert pinned in requirement.specifier, f"{requirement} excludes the pinned {pinned}"
+    for name in ("constraints.txt", "pyproject.toml", "Makefile", ".ci/run"):
+        text = (ROOT / name).read_text()
+        assert not re.search(r"index-url|find-links|trusted-host|https?://", text), f"{name} names a host"
+
+
+# ----- make ------------------------------------------------------------------------------------------------------------
+
+needs_make = pytest.mark.skipif(shutil.which("make") is None, reason="GNU make is not installed here")
+
+
+@needs_make
+@pytest.mark.parametrize("goal", ["demo", "test"])
+def test_second_run_does_not_install_again(goal: str, tmp_path: Path) -> None:
+    """What make would run: installs without a stamp and after a change of the requirements, and only then."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    make = ["make", "--dry-run", goal, "ARGS=--option-of-the-user"]
+    first = run(make, tmp_path)
+    assert "-m venv" in first
+    assert re.search(r"pip install .*--constraint constraints.txt .*\.\[dev,cli\]", first)
+    assert "--option-of-the-user" in first
+
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "python").touch()
+    stamp = tmp_path / ".venv" / ".installed"
+    stamp.touch()
+    now = stamp.stat().st_mtime
+    for name in ("pyproject.toml", "constraints.txt"):
+        os.utime(tmp_path / name, (now - 100, now - 100))
+    assert "install" not in run(make, tmp_path)
+
+    for changed in ("pyproject.toml", "constraints.txt"):
+        os.utime(tmp_path / changed, (now + 100, now + 100))
+        assert "pip install" in run(make, tmp_path)
+        os.utime(tmp_path / changed, (now - 100, now - 100))
+
+
+@needs_make
+def test_make_test_lints_checks_types_and_runs_all_tests() -> None:
+    commands = run(["make", "--dry-run", "test"], ROOT)
+    assert "ruff check ." in commands
+    assert "mypy" in commands
+    assert "-m pytest" in commands
+
+
+def test_continuous_integration_runs_the_command_of_the_readme() -> None:
+    script = ROOT / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert script.read_text().rstrip().endswith("exec make test")
+    readme = (ROOT / "README.md").read_text()
+    assert re.search(r"^    make test\b", readme, re.MULTILINE)
+    assert re.search(r"^    make demo\b", readme, re.MULTILINE)
+
+
+@needs_make
+def test_python_that_is_too_old_is_refused_by_name(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "Makefile", tmp_path / "Makefile")
+    (tmp_path / "pyproject.toml").touch()
+    (tmp_path / "constraints.txt").touch()
+    old = tmp_path / "python3.8"
+    old.write_text("#!/bin/sh\nexit 1\n")
+    old.chmod(0o755)
+    done = subprocess.run(
+        ["make", "install", f"PYTHON={old}"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode != 0
+    assert "python3.8 is older than Python 3.10; name a newer one" in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+# ----- texts -----------------------------------------------------------------------------------------------------------
+
+
+def option_table(heading: str) -> dict[str, object]:
+    """The first table under a heading of the README: option -> default."""
+    section = (ROOT / "README.md").read_text().split(f"### {heading}\n", 1)[1]
+    section = re.split(r"^#", section, maxsplit=1, flags=re.MULTILINE)[0]
+    found = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE)
+    return {name: ast.literal_eval(default) for name, default in found}
+
+
+def keyword_defaults(function: object) -> dict[str, object]:
+    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+
+def test_readme_lists_every_option_of_the_optimizer_with_its_default() -> None:
+    assert option_table("Options of `OnebitAdam`") == keyword_defaults(ob.OnebitAdam)
+
+
+def test_readme_lists_the_options_of_the_strategy_with_their_defaults() -> None:
+    own = keyword_defaults(OnebitMixin.__init__)
+    handed_on = {name for name in own if name in keyword_defaults(ob.OnebitAdam)}
+    expected = {name: default for name, default in own.items() if name not in handed_on}
+    assert option_table("Options of `OnebitStrategy`") == {"algorithm": "onebit_adam", **expected}
+    assert handed_on == set(keyword_defaults(ob.OnebitAdam)) - {"process_group", "timeout"}
+
+
+def test_readme_names_every_extra(wheel: Path) -> None:
+    readme = (ROOT / "README.md").read_text()
+    for extra in metadata(wheel).get_all("Provides-Extra"):
+        assert f"`{extra}`" in readme
+
+
+def test_readme_code_uses_names_that_exist() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert blocks
+    used = set()
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            text = ast.unparse(node) if isinstance(node, ast.Attribute) else ""
+            if text.startswith("ob."):
+                used.add(text)
+    assert {"ob.OnebitAdam", "ob.callbacks.VarianceFreeze"} <= used
+    for text in used:
+        found: object = ob
+        for name in text.split(".")[1:]:
+            found = getattr(found, name)
+
+
+@pytest.mark.parametrize(
+    "page", ["README.md", *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "docs").glob("*.md")))]
+)
+def test_links_between_files_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", path.read_text()):
+        if not target.startswith(("http://", "https://", "mailto:")):
+            assert (path.parent / target).exists(), f"{page} links to {target}"
+
+
+def test_citation_names_the_four_papers() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["cff-version"] == "1.2.0"
+    assert citation["version"] == ob.__version__
+    references = citation["references"]
+    assert len(references) == 4
+    assert all(reference["authors"] and reference["year"] for reference in references)
+    text = " ".join(reference["title"] + reference["url"] for reference in references)
+    for part in ("2102.02888", "2104.06069", "2202.06009", "Birder"):
+        assert part in text
+
+
+def test_licence_is_the_whole_apache_text() -> None:
+    text = (ROOT / "LICENSE").read_text()
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
