@@ -37,11 +37,12 @@ def adamw(module: Any) -> Any:
 
 
 class Recorder:
-    """Gradients as ``on_after_backward`` and clipping leave them, by name."""
+    """Gradients as ``on_after_backward`` and clipping leave them, and buffers after each batch, by name."""
 
     def __init__(self) -> None:
         self.after_backward: list[dict[str, Tensor]] = []
         self.after_clipping: list[dict[str, Tensor]] = []
+        self.buffers: list[dict[str, Tensor]] = []
 
     def methods(self) -> dict[str, Any]:
         recorder = self
@@ -56,23 +57,39 @@ class Recorder:
             module.clip_gradients(optimizer, **kwargs)
             recorder.after_clipping.append(grads(module))
 
-        return {"on_after_backward": on_after_backward, "configure_gradient_clipping": configure_gradient_clipping}
+        def on_train_batch_end(module: Any, *_: Any) -> None:
+            recorder.buffers.append({name: buffer.clone() for name, buffer in module.named_buffers()})
+
+        return {
+            "on_after_backward": on_after_backward,
+            "configure_gradient_clipping": configure_gradient_clipping,
+            "on_train_batch_end": on_train_batch_end,
+        }
 
 
 # ----- nothing to compress ----------------------------------------------------------------------------------------------
 
 
+def step_by_hand(module: Any, batch: Any, _: int) -> None:
+    optimizer = module.optimizers()
+    optimizer.zero_grad()
+    module.manual_backward(torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1]))
+    optimizer.step()
+
+
 def train_as_ddp(rank: int, world: int, tree: str) -> list[str]:
     pl = enter(rank, tree)
     problems = []
-    settings: list[tuple[dict[str, Any], dict[str, Any]]] = [
-        ({"max_epochs": 2}, {}),
+    by_hand = {"training_step": step_by_hand, "automatic_optimization": False}
+    settings: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
+        ({"max_epochs": 2}, {}, {}),
         # 4 batches: the last window is not full
-        ({"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"overlap_dense": False}),
-        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"broadcast_buffers": False}),
+        ({"accumulate_grad_batches": 3, "gradient_clip_val": 0.1}, {"overlap_dense": False}, {}),
+        ({"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}, {"broadcast_buffers": False}, {}),
+        ({"max_epochs": 2}, {}, by_hand),
     ]
     for configure in (sgd, adamw):
-        for kwargs, options in settings:
+        for kwargs, options, attributes in settings:
             results = []
             ddp_options = {name: value for name, value in options.items() if name == "broadcast_buffers"}
             for strategy in (
@@ -81,7 +98,7 @@ def train_as_ddp(rank: int, world: int, tree: str) -> list[str]:
             ):
                 recorder = Recorder()
                 # every rank starts from other weights and buffers: rank 0's must win
-                module = make_module(pl, configure, norm_net, seed=rank, **recorder.methods())
+                module = make_module(pl, configure, norm_net, seed=rank, **recorder.methods(), **attributes)
                 module.net[1].running_mean.fill_(float(rank))
                 trainer = quiet_trainer(pl, strategy, **kwargs)
                 trainer.fit(module, loader(), loader(24, seed=4))
@@ -89,12 +106,10 @@ def train_as_ddp(rank: int, world: int, tree: str) -> list[str]:
                 results.append((module.state_dict(), metrics, recorder))
             (state, metrics, theirs), (our_state, our_metrics, ours) = results
             different = differing(state, our_state) + differing(metrics, our_metrics)
-            for grads, our_grads in (
-                *zip(theirs.after_backward, ours.after_backward, strict=True),
-                *zip(theirs.after_clipping, ours.after_clipping, strict=True),
-            ):
-                different += [f"gradient of {name}" for name in differing(grads, our_grads)]
-            problems += [f"{configure.__name__} {kwargs} {options}: {name}" for name in different]
+            for moment in ("after_backward", "after_clipping", "buffers"):
+                for before, after in zip(getattr(theirs, moment), getattr(ours, moment), strict=True):
+                    different += [f"{name} {moment}" for name in differing(before, after)]
+            problems += [f"{configure.__name__} {kwargs} {options} {list(attributes)}: {n}" for n in different]
     return problems
 
 
@@ -301,13 +316,13 @@ def ways_to_run(rank: int, world: int) -> dict[str, Any]:
     def broken(module: Any) -> None:
         raise KeyError("a mistake of the user's")
 
-    module = make_module(pl, adamw, on_after_backward=broken)
-    with contextlib.suppress(KeyError):
-        quiet_trainer(pl, "onebit_adam").fit(module, loader())
-    found["broken off"] = (
-        len(dist.distributed_c10d._world.pg_map),
-        sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()),
-    )
+    found["broken off"] = []
+    for configure, strategy in ((adamw, "onebit_adam"), (sgd, strategy_class()(other_optimizers="dense"))):
+        module = make_module(pl, configure, on_after_backward=broken)
+        with contextlib.suppress(KeyError):
+            quiet_trainer(pl, strategy).fit(module, loader())
+        hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
+        found["broken off"].append((len(dist.distributed_c10d._world.pg_map), hooks))
 
     # several fits of one Trainer, one strategy and one optimizer object, whose state must live on
     kept: list[Any] = []
@@ -336,7 +351,7 @@ def ways_to_run(rank: int, world: int) -> dict[str, Any]:
 def test_fast_dev_run_several_fits_of_one_trainer_and_a_fit_that_breaks_off() -> None:
     for found in run_ranks(ways_to_run, 2):
         assert found["fast_dev_run"] == 1
-        assert found["broken off"] == (1, 0)
+        assert found["broken off"] == [(1, 0), (1, 0)], "process groups or hooks are left"
         assert found["fits"] == (12, 6, [])
         assert found["groups"] == 1
 
