@@ -152,5 +152,7 @@ class SlowNetwork:
             _run("ip", "netns", "del", self.namespace(host), check=False)
         _run("ip", "netns", "del", f"{self.prefix}-switch", check=False)
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self._tear_down()

@@ -53,7 +53,13 @@ def _model(setting: Setting) -> Any:
             super().__init__()
             self.embed = nn.Embedding(256, setting.width)
             layer = nn.TransformerEncoderLayer(
-                setting.width, max(1, setting.width // 64), 4 * setting.width, 0.0, "gelu", batch_first=True, norm_first=True
+                setting.width,
+                max(1, setting.width // 64),
+                4 * setting.width,
+                0.0,
+                "gelu",
+                batch_first=True,
+                norm_first=True,
             )
             self.body = nn.TransformerEncoder(layer, setting.layers, enable_nested_tensor=False)
             self.head = nn.Linear(setting.width, 256)
