@@ -321,7 +321,8 @@ class ReferenceKernels:
         reciprocal = _as_blocks(r, bs)
         up = _signed(alpha[:, 0] * new.scales.flatten(), negative) * reciprocal
         u = up + wd * _as_blocks(x, bs)
-        ratio = torch.reciprocal(reciprocal * (torch.sqrt(moments * c2) + eps))
+        root = torch.sqrt((moments * c2).double()).float()  # correctly rounded, as in _compress_blocks
+        ratio = torch.reciprocal(reciprocal * (root + eps))
         zero = torch.zeros_like(up)
         ratio = torch.where(valid & (reciprocal > 0), ratio, zero)
         return torch.stack(
