@@ -1,0 +1,237 @@
+"""``LinkProbe``: does compression pay on this network, for this model?"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_onebit.bench import LinkMeasurement, measure_link
+from lightning_onebit.callbacks._common import check_count, check_number, check_trainer, compressed_optimizers
+from lightning_onebit.comm import ByteLedger
+
+# Dense steps that are left out when waiting is watched: the first ones connect, allocate and may compile.
+WARM_STEPS = 2
+
+# Below this share of waiting there is nothing worth saving.
+LITTLE_WAITING = 0.05
+
+
+@dataclass(frozen=True)
+class LinkReport:
+    """What a step's communication of a model costs on a network, measured on a small and a large sample and extrapolated.
+
+    Nothing is hidden behind backward in these numbers.
+
+    Attributes:
+        ranks: number of ranks.
+        elements: of the model's gradient.
+        dense_seconds: of its dense all-reduce.
+        exchange_seconds: of a compressed step: compress, both rounds, apply.
+        local_seconds: of that, in kernels.
+        bandwidth: bits per second that one rank sends in the larger dense all-reduce.
+        break_even: bandwidth below which the exchange is the faster one, in bits per second; inf if kernels cost nothing
+            (and unknown, also inf, on CUDA, where the time in kernels is not seen by the host).
+    """
+
+    ranks: int
+    elements: int
+    dense_seconds: float
+    exchange_seconds: float
+    local_seconds: float
+    bandwidth: float
+    break_even: float
+
+    @classmethod
+    def extrapolate(
+        cls,
+        elements: int,
+        ranks: int,
+        small: LinkMeasurement,
+        large: LinkMeasurement,
+        *,
+        host_sees_kernels: bool = True,
+    ) -> LinkReport:
+        """Costs of ``elements`` on the lines through two measurements."""
+
+        def cost(name: str) -> float:
+            return _on_line(elements, small.elements, getattr(small, name), large.elements, getattr(large, name))
+
+        saved = 8 * (large.dense_bytes - large.exchange_bytes) / large.elements * elements
+        local = cost("local_seconds")
+        return cls(
+            ranks,
+            elements,
+            cost("dense_seconds"),
+            cost("exchange_seconds"),
+            local,
+            8 * large.dense_bytes / large.dense_seconds,
+            # bytes_dense / B = bytes_exchange / B + local
+            saved / local if local > 0 and host_sees_kernels else math.inf,
+        )
+
+    @property
+    def speedup(self) -> float:
+        """``dense_seconds / exchange_seconds``."""
+        return self.dense_seconds / self.exchange_seconds
+
+    @property
+    def pays(self) -> bool:
+        """Whether the exchange is faster than the dense all-reduce."""
+        return self.speedup > 1.0
+
+    def __str__(self) -> str:
+        text = (
+            f"{self.ranks} ranks, {self.elements:,} parameters: averaging gradients densely takes "
+            f"{_milliseconds(self.dense_seconds)} per step ({_bits(self.bandwidth)} per rank), a compressed step "
+            f"{_milliseconds(self.exchange_seconds)}, {self.speedup:.2g}x the speed"
+        )
+        return text if math.isinf(self.break_even) else f"{text}; they break even at about {_bits(self.break_even)}"
+
+
+def _on_line(x: int, x1: int, y1: float, x2: int, y2: float) -> float:
+    slope = (y2 - y1) / (x2 - x1)
+    # Noise can make the larger sample the faster one; in proportion is then the better guess than for nothing.
+    return y1 + slope * (x - x1) if slope > 0 else y2 * x / x2
+
+
+def _milliseconds(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms"
+
+
+def _bits(rate: float) -> str:
+    for unit in ("b/s", "kb/s", "Mb/s", "Gb/s"):
+        if rate < 999.5:
+            return f"{rate:.3g} {unit}"
+        rate /= 1000
+    return f"{rate:.3g} Tb/s"
+
+
+class _Clock(NamedTuple):
+    steps: int
+    wall: float
+    waited: float
+
+
+class LinkProbeMixin:
+    """Measures at start-up whether compression pays on this network, and says so.
+
+    1. Before the first step: the dense all-reduce and the whole compressed step on two samples, on the ranks that train
+       (``lightning_onebit.bench.measure_link``), extrapolated to the model. An info line gives both times, the bandwidth
+       and the bandwidth at which they would break even; a warning says when compression would not be faster.
+    2. In the first dense steps of the warm-up: how much of a step the ranks really wait for each other. Dense averaging
+       overlaps with backward, so it may cost nothing even where it takes long; then nothing can be saved, and a warning
+       says so. (Not with NCCL, where waiting happens on the device and is not seen.)
+
+    The probe uses 1-bit Adam's steps whatever the algorithm: the exchange is the same. With a hierarchical exchange it
+    measures the flat one, which is the slower of the two. ``report`` holds the result.
+
+    Args:
+        sample_mb: MB of fp32 gradients in the larger sample; on a slow network the probe takes about ten times as long as
+            averaging them once.
+        repeats: times that each is measured; their median counts.
+        watch_steps: dense steps over which waiting is watched; None watches none.
+        timeout: seconds that a rank waits for the others.
+
+    Raises:
+        TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
+        ValueError: an option is out of range.
+        MisconfigurationException: (when fitting starts) the strategy compresses nothing.
+
+    Example:
+        >>> Trainer(strategy="onebit_adam", callbacks=[LinkProbe()])
+    """
+
+    def __init__(
+        self,
+        sample_mb: float = 4.0,
+        *,
+        repeats: int = 5,
+        watch_steps: int | None = 20,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__()
+        check_number("sample_mb", sample_mb, 0, 4096, "give MB of gradients, e.g. 4.0")
+        check_count("repeats", repeats, remedy="give how often to measure")
+        if watch_steps is not None:
+            check_count("watch_steps", watch_steps, remedy="give a number of dense steps, or None")
+        check_number("timeout", timeout, 0, 1e9, "give seconds")
+        self.sample_mb = sample_mb
+        self.repeats = repeats
+        self.watch_steps = watch_steps
+        self.timeout = timeout
+        self.report: LinkReport | None = None
+        self._watching = False
+        self._first_step: int | None = None
+        self._began: _Clock | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses a Trainer of the other Lightning tree and a strategy that compresses nothing."""
+        if stage == "fit":
+            check_trainer(self, trainer)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuses a fit without compressed optimizers."""
+        compressed_optimizers(self, trainer)
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Measures the link."""
+        optimizers = compressed_optimizers(self, trainer)
+        self._watching = False
+        if trainer.world_size == 1:
+            rank_zero_info("LinkProbe: one process exchanges nothing, so there is no link to measure.")
+            return
+        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
+        device = parameters[0].device
+        size = max(16, int(self.sample_mb * 1e6 / 4))
+        small, large = (
+            measure_link(elements, device=device, repeats=self.repeats, timeout=self.timeout)
+            for elements in (size // 16, size)
+        )
+        self.report = LinkReport.extrapolate(
+            sum(p.numel() for p in parameters), trainer.world_size, small, large, host_sees_kernels=device.type == "cpu"
+        )
+        rank_zero_info(f"LinkProbe: {self.report}.")
+        if not self.report.pays:
+            rank_zero_warn(
+                "LinkProbe: compression cannot pay here: the exchange is not faster than averaging densely. Use "
+                '`strategy="ddp"`, or bring a slower network, more ranks or a larger model.'
+            )
+        self._watching = self.watch_steps is not None and "nccl" not in str(dist.get_backend())
+        self._first_step = self._began = None
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Watches the first dense steps."""
+        if not self._watching:
+            return
+        ledgers: list[ByteLedger] = [optimizer.ledger for optimizer in trainer.strategy.onebit_optimizers]
+        if any(ledger.last is None or not ledger.last.dense for ledger in ledgers):
+            # Compression has begun: what would have to be watched is over.
+            self._watching = False
+            return
+        now = _Clock(ledgers[0].steps, time.perf_counter(), sum(item.total.communication_seconds for item in ledgers))
+        if self._began is None:
+            self._first_step = now.steps if self._first_step is None else self._first_step
+            if now.steps - self._first_step >= WARM_STEPS:
+                self._began = now
+        elif now.steps - self._began.steps >= (self.watch_steps or 0):
+            self._watching = False
+            self._judge(self._began, now)
+
+    def _judge(self, began: _Clock, ended: _Clock) -> None:
+        share = min(0.999, (ended.waited - began.waited) / max(1e-9, ended.wall - began.wall))
+        text = (
+            f"LinkProbe: in {ended.steps - began.steps} dense steps this rank waited {share:.0%} of the time for the "
+            f"others, so compression can make steps at most {1 / (1 - share):.3g}x faster"
+        )
+        if share < LITTLE_WAITING:
+            rank_zero_warn(
+                f'{text}: the network is not the bottleneck, compression cannot pay. Use `strategy="ddp"`, or a smaller '
+                "batch per rank if that trains better."
+            )
+        else:
+            rank_zero_info(f"{text}.")

@@ -1,0 +1,172 @@
+"""LinkProbe: its arithmetic, what it says, when it warns; on real ranks."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_trainer import FakeModule, FakeTrainer, onebit_adam
+from harness import run_ranks
+
+import lightning_onebit.callbacks.probe as probe
+from lightning_onebit.bench import LinkMeasurement
+from lightning_onebit.callbacks.probe import LinkProbeMixin, LinkReport
+
+
+class _Said:
+    def __init__(self) -> None:
+        self.infos: list[str] = []
+        self.warnings: list[str] = []
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> _Said:
+    found = _Said()
+    monkeypatch.setattr(probe, "rank_zero_info", found.infos.append)
+    monkeypatch.setattr(probe, "rank_zero_warn", found.warnings.append)
+    monkeypatch.setattr(probe, "dist", SimpleNamespace(get_backend=lambda: "gloo"))
+    return found
+
+
+def _network(bits_per_second: float, latency: float, kernel_seconds_per_element: float, n: int = 2) -> Any:
+    """A network and a machine that behave exactly like the model."""
+
+    def measure(elements: int, **_: Any) -> LinkMeasurement:
+        dense, sent = 8 * (n - 1) * elements // n, (n - 1) * elements // (4 * n)
+        local = kernel_seconds_per_element * elements
+        wire = 8 / bits_per_second
+        return LinkMeasurement(elements, latency + dense * wire, 2 * latency + sent * wire + local, local, dense, sent)
+
+    return measure
+
+
+def test_a_model_on_the_line_through_both_samples_is_predicted_exactly() -> None:
+    measure = _network(1e8, 1e-3, 2e-9)
+    report = LinkReport.extrapolate(50_000_000, 2, measure(60_000), measure(1_000_000))
+    truth = measure(50_000_000)
+    assert report.dense_seconds == pytest.approx(truth.dense_seconds)
+    assert report.exchange_seconds == pytest.approx(truth.exchange_seconds)
+    assert report.local_seconds == pytest.approx(truth.local_seconds)
+    assert report.speedup == pytest.approx(truth.speedup)
+
+
+def test_at_the_break_even_bandwidth_both_take_equally_long() -> None:
+    measure = _network(1e8, 0.0, 2e-9)
+    even = LinkReport.extrapolate(10**7, 2, measure(10**5), measure(10**6)).break_even
+    measure = _network(even, 0.0, 2e-9)
+    assert LinkReport.extrapolate(10**7, 2, measure(10**5), measure(10**6)).speedup == pytest.approx(1.0, rel=1e-4)
+
+
+def test_noise_between_the_samples_is_no_reason_to_predict_a_free_exchange() -> None:
+    small, large = (LinkMeasurement(size, 0.01, 0.01, 0.001, 8 * size, size) for size in (100, 1600))
+    report = LinkReport.extrapolate(16_000, 2, small, large)
+    assert report.dense_seconds == pytest.approx(0.1)
+
+
+def test_break_even_is_left_out_where_kernels_are_not_seen() -> None:
+    measure = _network(1e8, 0.0, 2e-9)
+    report = LinkReport.extrapolate(10**7, 2, measure(10**5), measure(10**6), host_sees_kernels=False)
+    assert math.isinf(report.break_even) and "break even" not in str(report)
+
+
+def _start(monkeypatch: pytest.MonkeyPatch, measure: Any, **options: Any) -> tuple[Any, Any, Any]:
+    monkeypatch.setattr(probe, "measure_link", measure)
+    optimizer = onebit_adam()
+    trainer, callback = FakeTrainer([optimizer]), LinkProbeMixin(**options)
+    trainer.start(callback, FakeModule())
+    return callback, trainer, optimizer
+
+
+def test_a_slow_link_is_reported_and_a_fast_one_warned_about(monkeypatch: pytest.MonkeyPatch, said: _Said) -> None:
+    callback, *_ = _start(monkeypatch, _network(1e7, 0.0, 1e-9))
+    assert callback.report.elements == 33 * 5 + 7 and callback.report.pays
+    assert "172 parameters" in said.infos[0] and "10 Mb/s per rank" in said.infos[0] and "break even" in said.infos[0]
+    assert said.warnings == []
+    callback, *_ = _start(monkeypatch, _network(1e11, 0.0, 1e-8))
+    assert not callback.report.pays
+    assert len(said.warnings) == 1 and "compression cannot pay" in said.warnings[0] and "ddp" in said.warnings[0]
+
+
+def test_a_single_process_measures_nothing(monkeypatch: pytest.MonkeyPatch, said: _Said) -> None:
+    monkeypatch.setattr(probe, "measure_link", None)
+    trainer, callback = FakeTrainer([onebit_adam()]), LinkProbeMixin()
+    trainer.world_size = 1
+    trainer.start(callback, FakeModule())
+    callback.on_train_batch_end(trainer, None, None, None, 0)
+    assert callback.report is None and "no link to measure" in said.infos[0]
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.5, False), (0.01, True)])
+def test_the_share_of_waiting_in_dense_steps_bounds_the_gain(
+    monkeypatch: pytest.MonkeyPatch, said: _Said, share: float, warns: bool
+) -> None:
+    callback, trainer, optimizer = _start(monkeypatch, _network(1e7, 0.0, 1e-9), watch_steps=10)
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    for step in range(20):
+        trainer.step()
+        waited = 5.0 if step < 2 else share  # the first steps connect and must not count
+        clock.now += 9.0 if step < 2 else 1.0
+        optimizer.ledger.total.communication_seconds += waited
+        callback.on_train_batch_end(trainer, None, None, None, step)
+        callback.on_train_batch_end(trainer, None, None, None, step)  # a batch that only accumulates
+    words = said.warnings if warns else said.infos[1:]
+    assert len(words) == 1 and len(said.warnings) == warns
+    assert (
+        f"in 10 dense steps this rank waited {share:.0%}" in words[0] and f"{1 / (1 - share):.3g}x faster" in words[0]
+    )
+    assert ("not the bottleneck" in words[0]) == warns
+
+
+def test_watching_ends_where_compression_begins_and_can_be_turned_off(
+    monkeypatch: pytest.MonkeyPatch, said: _Said
+) -> None:
+    for options, freeze_after in (({"watch_steps": 5}, 4), ({"watch_steps": None}, 99)):
+        callback, trainer, optimizer = _start(monkeypatch, _network(1e7, 0.0, 1e-9), **options)
+        for step in range(20):
+            trainer.step()
+            callback.on_train_batch_end(trainer, None, None, None, step)
+            if step + 1 == freeze_after:
+                optimizer.freeze()
+    assert len(said.infos) == 2 and said.warnings == []
+
+
+def _measured(rank: int, world: int) -> Any:
+    lines: list[str] = []
+    probe.rank_zero_info = lines.append  # type: ignore[assignment]
+    probe.rank_zero_warn = lambda text: None  # type: ignore[assignment]
+    callback = LinkProbeMixin(0.2, repeats=2, timeout=30)
+    optimizer = onebit_adam()
+    before = torch.get_rng_state()
+    FakeTrainer([optimizer]).start(callback, FakeModule())
+    assert torch.equal(torch.get_rng_state(), before), "measuring must not change the run"
+    assert optimizer.steps == 0 and optimizer.ledger.total.bytes_sent == 0
+    report = callback.report
+    assert report is not None
+    return report.ranks, report.elements, report.dense_seconds, report.exchange_seconds, lines
+
+
+def test_real_ranks_are_measured_and_the_run_is_not_disturbed() -> None:
+    for ranks, elements, dense, exchange, lines in run_ranks(_measured, 2):
+        assert (ranks, elements) == (2, 33 * 5 + 7)
+        assert dense > 0 and exchange > 0
+        assert lines[0].startswith("LinkProbe: 2 ranks, 172 parameters")
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "word"),
+    [
+        ({"sample_mb": 0}, ValueError, "`sample_mb`"),
+        ({"sample_mb": "4"}, TypeError, "`sample_mb`"),
+        ({"repeats": 0}, ValueError, "`repeats`"),
+        ({"watch_steps": 0}, ValueError, "`watch_steps`"),
+        ({"watch_steps": 2.5}, TypeError, "`watch_steps`"),
+        ({"timeout": -1}, ValueError, "`timeout`"),
+    ],
+)
+def test_every_bad_option_is_refused_by_name(options: dict[str, Any], error: type, word: str) -> None:
+    with pytest.raises(error, match=word):
+        LinkProbeMixin(**options)
