@@ -1077,22 +1077,25 @@ def test_one_cycle_may_change_betas_too() -> None:
 
 
 def resume_worker(rank: int, world: int, run: Run, at: int, path: str) -> Any:
-    """Trains through, and once more with a save and load in new objects after ``at`` steps."""
+    """Trains through, and once more with a save and load in new objects after ``at`` steps. The last tensor stays dense."""
+
+    def groups(params: list[torch.nn.Parameter]) -> list[dict[str, Any]]:
+        return [{"params": params[:4]}, {"params": params[4:], "compress": False, "weight_decay": 0.2}]
+
     params = run.parameters()
-    optimizer = OnebitAdam(params, **run.options)
+    optimizer = OnebitAdam(groups(params), **run.options)
     for t in range(run.steps):
         if t == at:
-            torch.save(
-                {"o": optimizer.state_dict(), "x": params, "r": optimizer.residual_state_dict()}, f"{path}/{rank}.pt"
-            )
+            saved = {"o": optimizer.state_dict(), "x": params, "r": optimizer.residual_state_dict()}
+            torch.save(saved, f"{path}/{rank}.pt")
         run.put(params, t, rank)
         optimizer.step()
     through = state_of(optimizer, params)
     saved = torch.load(f"{path}/{rank}.pt", weights_only=True)
     params = [torch.nn.Parameter(p.detach().clone()) for p in saved["x"]]
-    optimizer = OnebitAdam(params, **{**run.options, "lr": 77.0})
+    optimizer = OnebitAdam(groups(params), **{**run.options, "lr": 77.0})
     optimizer.load_state_dict(saved["o"])
-    assert optimizer.steps == at and optimizer.param_groups[0]["lr"] == run.options.get("lr", 1e-3)
+    assert optimizer.steps == at and [g["lr"] for g in optimizer.param_groups] == [run.options["lr"]] * 2
     optimizer.load_residual_state_dict(saved["r"])
     loaded = {"o": optimizer.state_dict()["state"], "phase": optimizer.phase, "same": saved["o"]["state"]}
     for t in range(at, run.steps):
@@ -1101,10 +1104,12 @@ def resume_worker(rank: int, world: int, run: Run, at: int, path: str) -> Any:
     return through, state_of(optimizer, params), loaded, optimizer.ledger.steps, optimizer.ledger.total.bytes_sent
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("at", [2, 4, 5, 8])
-def test_saved_state_continues_bit_for_bit(at: int, tmp_path: Any) -> None:
+def test_saved_state_continues_bit_for_bit(at: int, dtype: torch.dtype, tmp_path: Any) -> None:
     """In the warm-up, at the freeze and after it; saved with torch.save and read with weights_only."""
-    run = Run(12, {"lr": 0.01, "freeze_step": 4, "weight_decay": 0.1, "block_size": 32}, shapes=SMALL)
+    options = {"lr": 0.01, "freeze_step": 4, "weight_decay": 0.1, "block_size": 32}
+    run = Run(12, options, shapes=SMALL, dtype=dtype)
     for through, resumed, loaded, steps, sent in run_ranks(resume_worker, 2, run, at, str(tmp_path)):
         assert equal(loaded["o"], loaded["same"]), "loading and saving changes nothing"
         assert loaded["phase"] is (Phase.WARMUP if at < 4 else Phase.COMPRESSED)

@@ -993,8 +993,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._reducer = None
         indices = self._known() if self._may_be_dense() else list(self._dense)
         self._reduced_at = {i: k for k, i in enumerate(indices)}
-        if self._ranks().size > 1 and indices:
-            assert self._transport is not None
+        # not connected while a checkpoint is loaded: the first step connects and comes back here
+        if self._transport is not None and self._ranks().size > 1 and indices:
             self._reducer = Reducer(
                 [self._params[i] for i in indices],
                 self._transport,
@@ -1054,10 +1054,14 @@ class OnebitOptimizer(torch.optim.Optimizer):
         for i in self._known():
             per_param[i]["step"] = torch.tensor(float(self._t[i]))
             if i in self._masters:
-                per_param[i]["master"] = self._masters[i].clone()
+                per_param[i]["master"] = self._shared_master(i).clone()
         packed["state"] = {i: per_param[i] for i in sorted(per_param) if self._t[i] > 0}
         packed["onebit"] = self._books()
         return packed
+
+    def _shared_master(self, index: int) -> Tensor:
+        """fp32 master weights that all ranks share."""
+        return self._masters[index]
 
     def residual_state_dict(self) -> dict[str, Any]:
         """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other local state.
