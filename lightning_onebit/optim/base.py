@@ -1068,6 +1068,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
         The tensors are the optimizer's own, not copies.
         """
+        return {**self._rank_layout(), "tensors": self._rank_state()}
+
+    def _rank_layout(self) -> dict[str, Any]:
         ranks = self._ranks()
         return {
             "version": STATE_VERSION,
@@ -1079,7 +1082,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
             "block_size": self.options.block_size,
             "numels": [self._params[i].numel() for i in self._slots],
             "bucket_blocks": [bucket.blocks for bucket in self._plan.buckets] if self._plan is not None else [],
-            "tensors": self._rank_state(),
         }
 
     @torch.no_grad()
@@ -1090,7 +1092,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             ValueError: the state was written for another layout (world, node size, blocks or parameters); the message
             names it.
         """
-        mine = self.residual_state_dict()
+        mine = self._rank_layout()
         for key in (
             "algorithm",
             "steps",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -110,6 +110,8 @@ class ZeroOneAdam(AdamMoments):
         self._travelled: list[float] = []
         self._anchored = False
         self._exchanging_local = False
+        # by parameter index: this rank's own weights while the shared model is shown in their place
+        self._hidden: dict[int, Tensor] = {}
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -151,27 +153,48 @@ class ZeroOneAdam(AdamMoments):
     def consensus(self) -> Iterator[None]:
         """Shows the model that all ranks share: the weights of the last synchronisation, decayed since.
 
-        No communication; outside of local steps it does nothing. Training continues as if nobody had looked. Do not
-        step inside.
+        No communication; outside of local steps it does nothing. Training continues as if nobody had looked. What is written
+        into a weight inside the context changes the shared model alone.
         """
-        swapped = self.mid_local
-        if swapped:
-            self._swap_anchor()
+        shown = bool(self._hidden)
+        self.show_consensus()
         try:
             yield
         finally:
-            if swapped:
-                self._swap_anchor()
+            if not shown:
+                self.show_local()
 
-    @torch.no_grad()
-    def _swap_anchor(self) -> None:
+    def show_consensus(self) -> None:
+        """Points parameters at the shared model until ``show_local()`` or the next ``step()``; nothing is copied (fp32)."""
+        if not self.mid_local or self._hidden:
+            return
         for slot, i in enumerate(self._slots):
-            anchor = self._known_plan().view(self._flat["anchor"], slot, self._params[i])
-            weight = self._weight(i)
-            held = weight.clone()
-            weight.copy_(anchor)
-            anchor.copy_(held)
-        self._publish(self._slots)
+            p = self._params[i]
+            anchor = self._known_plan().view(self._flat["anchor"], slot, p)
+            self._hidden[i] = p.data
+            p.data = anchor if p.dtype == anchor.dtype else torch.empty_like(p.data).copy_(anchor)
+
+    def show_local(self) -> None:
+        """Points parameters back at this rank's own weights."""
+        for i, data in self._hidden.items():
+            self._params[i].data = data
+        self._hidden = {}
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """See ``OnebitOptimizer.step``."""
+        self.show_local()
+        return super().step(closure)
+
+    def release_communication(self) -> None:
+        """See the base; where the shared model is shown, it stays, in memory of the parameters' own."""
+        if self._hidden:
+            for i in self._hidden:
+                self._params[i].data = self._params[i].data.clone()
+        super().release_communication()
+
+    def _weight(self, index: int) -> Tensor:
+        hidden = self._hidden.get(index)
+        return super()._weight(index) if hidden is None or index in self._masters else hidden
 
     # ----- schedule ---------------------------------------------------------------------------------------------------
 
@@ -397,6 +420,16 @@ class ZeroOneAdam(AdamMoments):
             guard.restore()
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See the base; the weights that are shown are those the state belongs to."""
+        self._hidden = {}
+        super().load_state_dict(state_dict)
+
+    def _shared_master(self, index: int) -> Tensor:
+        if self.mid_local and index in self._slot_of:
+            return self._known_plan().view(self._flat["anchor"], self._slot_of[index], self._params[index])
+        return super()._shared_master(index)
 
     def _books(self) -> dict[str, Any]:
         return {
