@@ -404,13 +404,14 @@ def topology_worker(rank: int, world: int) -> Any:
             Topology.create(ranks_per_node=bad)
         except ValueError as error:
             errors.append(str(error))
-    t = Topology.create(ranks_per_node=2)
     inside = dist.new_group([0])
     if rank == 1:
         try:
             Topology.create(inside)
         except ValueError as error:
             errors.append(str(error))
+    # ranks that have been in a different number of groups still find each other
+    t = Topology.create(ranks_per_node=2)
     return errors, (t.rank, t.size, t.nodes, t.node, t.local_rank, t.hierarchical)
 
 
@@ -425,3 +426,16 @@ def test_single_process_needs_no_process_group() -> None:
     assert Topology.create() == Topology(None) and Topology.create().size == 1
     with pytest.raises(ValueError, match=r"ranks_per_node=2 needs torch\.distributed"):
         Topology.create(ranks_per_node=2)
+
+
+def nested_worker(rank: int, world: int) -> Any:
+    group = dist.new_group([0, 1, 2, 3])
+    if rank == 4:
+        return None
+    t = Topology.create(group, ranks_per_node=2)
+    return dist.get_process_group_ranks(t.intra_group), dist.get_process_group_ranks(t.inter_group)
+
+
+def test_nodes_within_a_part_of_the_world() -> None:
+    expected = [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3]), None]
+    assert run_ranks(nested_worker, 5) == expected

@@ -109,15 +109,20 @@ class Topology:
             return cls(group, rank, size, 1, None, group)
         nodes = size // ranks_per_node
 
-        def new_group(ranks: list[int]) -> Group:
+        def own_group(family: list[list[int]]) -> Group:
+            """That group of a family of disjoint ones which this rank belongs to."""
+            mine = next(ranks for ranks in family if rank in ranks)
             if isinstance(group, SimulatedGroup):
-                return group.subgroup(ranks)
+                return group.subgroup(mine)
             members = dist.get_process_group_ranks(group)
-            return dist.new_group(
-                [members[r] for r in ranks], timeout=timeout, backend=backend, use_local_synchronization=True
-            )
+            if size < dist.get_world_size():
+                chosen = [members[r] for r in mine]
+                return dist.new_group(chosen, timeout=timeout, backend=backend, use_local_synchronization=True)
+            # Every rank makes every group: with local synchronisation torch names a group after the number of groups its
+            # process has, and ranks that have had different ones before would wait for each other for ever.
+            made = [dist.new_group([members[r] for r in ranks], timeout=timeout, backend=backend) for ranks in family]
+            return made[family.index(mine)]
 
-        node, local = rank // ranks_per_node, rank % ranks_per_node
-        intra = new_group([node * ranks_per_node + k for k in range(ranks_per_node)])
-        inter = new_group([other * ranks_per_node + local for other in range(nodes)])
+        intra = own_group([[node * ranks_per_node + k for k in range(ranks_per_node)] for node in range(nodes)])
+        inter = own_group([[node * ranks_per_node + k for node in range(nodes)] for k in range(ranks_per_node)])
         return cls(group, rank, size, ranks_per_node, intra, inter)
