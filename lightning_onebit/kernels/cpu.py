@@ -161,7 +161,7 @@ def _compile(compiler: Sequence[str], target: Path) -> None:
             if done.returncode == 0:
                 os.replace(name, target)
                 return
-            said = f"{shlex.join(command)} failed: {(done.stderr or done.stdout).strip()[-2000:]}"
+            said = f"{shlex.join(command)} failed: {(done.stderr or done.stdout).strip()[:2000]}"
         raise KernelsUnavailable(said)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -332,7 +332,7 @@ class _CheckMap:
         return self.blocks * self.block_size
 
 
-class CpuKernels:
+class CpuKernels(ReferenceKernels):
     """Compiled kernels; the semantics, argument by argument, are those of ``reference.ReferenceKernels``.
 
     The work is shared out over ``torch.get_num_threads()`` threads, in pieces of whole blocks, so their number never changes a

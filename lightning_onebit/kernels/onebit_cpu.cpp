@@ -8,8 +8,10 @@
 //
 // A block of W = block_size / 32 lanes is worked on in tiles: R vectors of N lanes, all 32 planes, with the bit words and the
 // partial sums of the tile in registers. What differs between kernels is only where the values come from: a "maker" object with
-//   template <int N, int R> struct Tile { Tile(const Maker&, int64_t lane); vec value(int r, int64_t i, int k); void next_plane(); }
-// (i: element index within the block). quantize() does the rest: bits, scale, residual. A new compressing kernel is a new maker.
+//   template <int N, int R> struct Tile { Tile(const Maker&, int64_t lane); F<N> value(int r, int64_t i); };
+// whose value() is called once for each plane in turn (r: vector of the tile; i: first element, an index within the block).
+// quantize() does the rest: bits, scale, residual. A new compressing kernel is a new maker. Tiles copy what they need: a store
+// through a float pointer would otherwise make the compiler load every factor again.
 
 #include <algorithm>
 #include <atomic>
@@ -20,9 +22,12 @@
 #include <cstring>
 #include <memory>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <vector>
 
+#include <dlfcn.h>
+#include <pthread.h>
 #include <unistd.h>
 
 #if defined(__F16C__) || defined(__AVX512F__)
@@ -84,10 +89,26 @@ template <int N> INLINE void store(float* p, F<N> v) { std::memcpy(p, &v, sizeof
 template <int N> INLINE void store(uint32_t* p, U<N> v) { std::memcpy(p, &v, sizeof v); }
 template <int N> INLINE F<N> splat(float x) { return x - F<N>{}; }  // x - 0 keeps the sign of a zero, x + 0 would not
 template <int N> INLINE U<N> splat_bits(float x) { return bits_as<U<N>>(splat<N>(x)); }
-// The magnitude with the sign bit of a word's lowest bit: what a transmitted bit means.
-template <int N> INLINE F<N> signed_by_bit(U<N> magnitude, U<N> word) {
-  return bits_as<F<N>>(static_cast<U<N>>(magnitude ^ (word << 31)));
-}
+
+// Bits of N words, plane after plane, as signs.
+template <int N> class Signs {
+ public:
+  INLINE void begin(const uint32_t* words) { word_ = load<N>(words); }
+  // `magnitude` with the sign that the next plane's bit says.
+  INLINE F<N> next(F<N> magnitude) {
+#if defined(__AVX512F__)
+    word_ = (word_ >> 1) | (word_ << 31);  // a rotation and one three-operand logic instruction
+    return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word_ & kSign)));
+#else
+    const F<N> value = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word_ << 31)));
+    word_ = word_ >> 1;
+    return value;
+#endif
+  }
+
+ private:
+  U<N> word_;
+};
 
 // ----- 16-bit floats ----------------------------------------------------------------------------------------------------
 
@@ -174,59 +195,48 @@ class IeeeMode {
   std::fenv_t saved_;
 };
 
-// Sleeping helpers that share out the pieces of one job. They never spin: the threads of the collectives need the cores. The
-// caller works too and takes whatever a helper that wakes late has not taken, so that waking costs little.
+// Helpers of our own, for where there is no OpenMP. They sleep between jobs, and the caller works too and takes whatever a helper
+// that wakes late has not taken.
 class Pool {
  public:
-  template <class Piece> void run(int threads, int64_t pieces, const Piece& piece) {
+  // Calls work(context) here and in up to `helpers` other threads; returns when all that began have returned.
+  void run(int helpers, void (*work)(void*), void* context) {
     std::unique_lock<std::mutex> only(busy_, std::defer_lock);
-    // A second caller (a backward hook, say) works alone rather than waits.
-    if (threads <= 1 || pieces <= 1 || !only.try_lock()) {
-      for (int64_t i = 0; i < pieces; ++i) piece(i);
-      return;
-    }
-    const int helpers = static_cast<int>(std::min<int64_t>(threads - 1, pieces - 1));
-    next_.store(0, std::memory_order_relaxed);
+    if (!only.try_lock()) return work(context);  // a second caller (a backward hook, say) works alone rather than waits
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      while (static_cast<int>(helpers_.size()) < helpers) {
-        const int index = static_cast<int>(helpers_.size());
-        helpers_.emplace_back([this, index] { help(index); });
-        helpers_.back().detach();
+      while (static_cast<int>(helpers_) < helpers) {
+        try {
+          std::thread([this, index = helpers_] { help(index); }).detach();
+        } catch (const std::system_error&) {
+          break;  // no more threads to be had
+        }
+        ++helpers_;
       }
-      context_ = &piece;
-      call_ = [](const void* context, int64_t i) { (*static_cast<const Piece*>(context))(i); };
-      pieces_ = pieces;
+      work_ = work;
+      context_ = context;
       wanted_ = helpers;
       ++job_;
     }
     wake_.notify_all();
-    take(call_, context_, pieces);
+    work(context);
     std::unique_lock<std::mutex> lock(mutex_);
     wanted_ = 0;  // too late to begin
     done_.wait(lock, [this] { return inside_ == 0; });
   }
 
  private:
-  using Call = void (*)(const void*, int64_t);
-
-  void take(Call call, const void* context, int64_t pieces) {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < pieces;) call(context, i);
-  }
-
   void help(int index) {
-    std::fesetenv(FE_DFL_ENV);
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
       wake_.wait(lock, [&] { return job_ != seen && index < wanted_; });
       seen = job_;
       ++inside_;
-      const Call call = call_;
-      const void* context = context_;
-      const int64_t pieces = pieces_;
+      void (*const work)(void*) = work_;
+      void* const context = context_;
       lock.unlock();
-      take(call, context, pieces);
+      work(context);
       lock.lock();
       if (--inside_ == 0) done_.notify_one();
     }
@@ -234,40 +244,59 @@ class Pool {
 
   std::mutex busy_, mutex_;
   std::condition_variable wake_, done_;
-  std::vector<std::thread> helpers_;
-  std::atomic<int64_t> next_{0};
-  Call call_ = nullptr;
-  const void* context_ = nullptr;
-  int64_t pieces_ = 0;
+  void (*work_)(void*) = nullptr;
+  void* context_ = nullptr;
   uint64_t job_ = 0;
-  int wanted_ = 0, inside_ = 0;
+  int helpers_ = 0, wanted_ = 0, inside_ = 0;
 };
 
-// Threads do not survive a fork: a child gets a pool of its own. Pools are never destroyed, so that nothing is joined at exit.
-Pool& pool() {
+// Runs work(context) in `threads` threads at once, this one included.
+//
+// torch's own OpenMP threads are the best team: they are awake right after backward, where threads of ours would have to share
+// the cores with them. torch makes its OpenMP library's names global, so that is the one found here, whichever it is; linking
+// with one at build time would bring a second. Neither OpenMP teams nor our helpers survive a fork: a child starts helpers.
+void run_team(int threads, void (*work)(void*), void* context) {
+  using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
+  static const Parallel openmp = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
+  static const pid_t loaded_by = getpid();
+  if (openmp != nullptr && getpid() == loaded_by) return openmp(work, context, static_cast<unsigned>(threads), 0);
+
   static std::mutex guard;
-  static Pool* current = nullptr;
+  static Pool* pool = nullptr;  // never destroyed, so that nothing is joined at exit
   static pid_t owner = 0;
   static const int registered = pthread_atfork([] { guard.lock(); }, [] { guard.unlock(); }, [] { guard.unlock(); });
   (void)registered;
-  std::lock_guard<std::mutex> lock(guard);
-  if (current == nullptr || owner != getpid()) {
-    current = new Pool;
-    owner = getpid();
+  Pool* mine;
+  {
+    std::lock_guard<std::mutex> lock(guard);
+    if (pool == nullptr || owner != getpid()) pool = new Pool, owner = getpid();
+    mine = pool;
   }
-  return *current;
+  mine->run(threads - 1, work, context);
 }
 
-// Calls work(first, last) on pieces of [0, count) of `grain` each.
-template <class Work> void parallel(int threads, int64_t count, int64_t grain, const Work& work) {
+// Calls work(first, last) on ranges of [0, count), items of `elements` each. A piece is large enough for the memory to stream
+// (0.5 M elements; half that costs 1 to 2 percent, a sixteenth 10) and small enough to even out threads that lose their core.
+template <class Work> void parallel(int threads, int64_t count, int64_t elements, const Work& work) {
   if (count <= 0) return;
-  const IeeeMode ieee;
-  grain = std::max<int64_t>(1, grain);
-  const int64_t pieces = (count + grain - 1) / grain;
-  pool().run(threads, pieces, [&](int64_t i) { work(i * grain, std::min(count, (i + 1) * grain)); });
+  const int64_t wanted = count * elements / (int64_t(4) * std::max(1, threads));
+  const int64_t size = std::min<int64_t>(1 << 19, std::max<int64_t>(1 << 15, wanted));
+  const int64_t grain = std::max<int64_t>(1, size / elements);
+  struct Job {
+    const Work& work;
+    int64_t count, grain;
+    std::atomic<int64_t> next;
+  } job{work, count, grain, {0}};
+  const auto take = [](void* context) {
+    Job& job = *static_cast<Job*>(context);
+    const IeeeMode ieee;
+    for (int64_t at; (at = job.next.fetch_add(job.grain, std::memory_order_relaxed)) < job.count;)
+      job.work(at, std::min(job.count, at + job.grain));
+  };
+  threads = static_cast<int>(std::min<int64_t>(threads, (count + grain - 1) / grain));
+  if (threads <= 1) return take(&job);
+  run_team(threads, take, &job);
 }
-
-constexpr int64_t kPieceElements = 1 << 16;  // about 50 microseconds of work, 800 kB of memory traffic
 
 // ----- where the bits and the elements are ------------------------------------------------------------------------------
 
@@ -287,6 +316,13 @@ INLINE Block block_of(const Payload& payload, int64_t block, int64_t lanes) {
   const int64_t column = block % payload.per_row;
   return {reinterpret_cast<float*>(row) + column,
           reinterpret_cast<uint32_t*>(row + payload.per_row * 4) + column * lanes};
+}
+
+// Asks for the words of a block that comes soon: too little per block for the hardware to see a stream in.
+template <bool Write> INLINE void prefetch_words(const Payload& payload, int64_t block, int64_t lanes) {
+  constexpr int64_t kAhead = 2;
+  const uint32_t* words = block_of(payload, block + kAhead, lanes).words;
+  for (int64_t i = 0; i < lanes; i += 16) __builtin_prefetch(words + i, Write, 3);
 }
 
 struct Spans {  // in block order; blocks between and after them are padding
@@ -356,14 +392,23 @@ template <class Tile> INLINE void for_each_tile(int64_t lanes, Tile&& tile) {
   for (; lane < lanes; ++lane) tile.template run<1, 1>(lane);
 }
 
-float fold_lanes(float* acc, int64_t lanes) {
-  while (lanes > 1) {
+// acc[0:w-h] += acc[h:w] with h = (w+1)/2, until one lane is left.
+INLINE float fold_lanes(float* acc, int64_t lanes) {
+  while (lanes > 1 && lanes != 16) {
     const int64_t half = (lanes + 1) / 2, moved = lanes - half;
     int64_t i = 0;
     for (; i + kNative <= moved; i += kNative)
       store<kNative>(acc + i, load<kNative>(acc + i) + load<kNative>(acc + half + i));
     for (; i < moved; ++i) acc[i] += acc[half + i];
     lanes = half;
+  }
+  if (lanes == 16) {  // powers of two arrive here; the rest is a chain of latencies worth keeping out of loops
+    const F<8> eight = load<8>(acc) + load<8>(acc + 8);
+    F<4> low, high;
+    std::memcpy(&low, &eight, sizeof low);
+    std::memcpy(&high, reinterpret_cast<const char*>(&eight) + sizeof low, sizeof high);
+    const F<4> four = low + high;
+    return (four[0] + four[2]) + (four[1] + four[3]);
   }
   return acc[0];
 }
@@ -382,19 +427,19 @@ template <class Maker> struct FirstPass {
     F<N> sum[R];
     U<N> word[R];
     for (int r = 0; r < R; ++r) sum[r] = F<N>{}, word[r] = U<N>{};
-    for (int k = 0; k < planes; ++k) {
-      const int64_t i = k * lanes + lane;
+    float* const to = y;
+    const int64_t step = lanes, end = planes * lanes + lane;
+    for (int64_t i = lane; i < end; i += step) {
       for (int r = 0; r < R; ++r) {
-        const F<N> value = tile.value(r, i + r * N, k);
-        store<N>(y + i + r * N, value);
+        const F<N> value = tile.value(r, i + r * N);
+        store<N>(to + i + r * N, value);
         sum[r] = sum[r] + value * value;
         word[r] = (word[r] >> 1) | (bits_as<U<N>>(value) & kSign);  // after 32 planes, bit k is plane k
       }
-      tile.next_plane();
     }
-    const int left = kPlanes - planes;
+    const int left = kPlanes - planes;  // at most 31: a block with a valid element has a plane
     for (int r = 0; r < R; ++r) {
-      store<N>(words + lane + r * N, left ? (left == kPlanes ? U<N>{} : word[r] >> left) : word[r]);
+      store<N>(words + lane + r * N, static_cast<U<N>>(word[r] >> left));
       store<N>(acc + lane + r * N, sum[r]);
     }
   }
@@ -406,40 +451,38 @@ struct FromMemory {
   template <int N, int R> struct Tile {
     const float* y;
     INLINE Tile(const FromMemory& maker, int64_t) : y(maker.y) {}
-    INLINE F<N> value(int, int64_t i, int) const { return load<N>(y + i); }
-    INLINE void next_plane() {}
+    INLINE F<N> value(int, int64_t i) const { return load<N>(y + i); }
   };
 };
 
-// Bits, scale and residual of the block that `maker` makes; `residual` is its memory (read by the maker, overwritten here).
+template <int N> INLINE F<N> residual_of(F<N> y, F<N> scale) {  // y - (+-scale), the sign being that of y
+  return y - bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(scale) | (bits_as<U<N>>(y) & kSign)));
+}
+
+// Bits, scale and residual of the block that `maker` makes. `y` is the memory of its residual: read by the maker, overwritten
+// with y, and then, while that is still in the cache, with the residual.
 template <class Maker>
-INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, float* residual, Block out, float* acc) {
+INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, float* y, Block out, float* acc) {
   const int64_t lanes = block_size / kPlanes;
   if (length <= 0) {
     *out.scale = 0.0f;
     std::memset(out.words, 0, lanes * 4);
-    std::memset(residual, 0, block_size * 4);
+    std::memset(y, 0, block_size * 4);
     return;
   }
   const int planes = static_cast<int>((length + lanes - 1) / lanes);
-  for_each_tile(lanes, FirstPass<Maker>{maker, lanes, planes, residual, out.words, acc});
+  for_each_tile(lanes, FirstPass<Maker>{maker, lanes, planes, y, out.words, acc});
   if (length < block_size) {
     // Padding takes part in nothing. (Its y can be anything: a decoded old momentum is never 0 there.)
-    std::memset(residual + length, 0, (block_size - length) * 4);
-    for_each_tile(lanes, FirstPass<FromMemory>{FromMemory{residual}, lanes, planes, residual, out.words, acc});
+    std::memset(y + length, 0, (block_size - length) * 4);
+    for_each_tile(lanes, FirstPass<FromMemory>{FromMemory{y}, lanes, planes, y, out.words, acc});
   }
   const float scale = std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
   *out.scale = scale;
-  const U<kNative> magnitude = splat_bits<kNative>(scale);
+  const F<kNative> wide = splat<kNative>(scale);
   int64_t i = 0;
-  for (; i + kNative <= length; i += kNative) {
-    const F<kNative> y = load<kNative>(residual + i);
-    store<kNative>(residual + i, y - bits_as<F<kNative>>(static_cast<U<kNative>>(magnitude | (bits_as<U<kNative>>(y) & kSign))));
-  }
-  for (; i < length; ++i) {
-    const float y = residual[i];
-    residual[i] = y - bits_as<float>(bits_as<uint32_t>(scale) | (bits_as<uint32_t>(y) & kSign));
-  }
+  for (; i + kNative <= length; i += kNative) store<kNative>(y + i, residual_of<kNative>(load<kNative>(y + i), wide));
+  for (; i < length; ++i) y[i] = residual_of<1>(y[i], scale);
 }
 
 // ----- compress ---------------------------------------------------------------------------------------------------------
@@ -456,25 +499,22 @@ template <Momentum M, bool G> struct Worker {
   const float* e;
 
   template <int N, int R> struct Tile {
-    const Worker& w;
-    U<N> magnitude, word[R];
-    INLINE Tile(const Worker& worker, int64_t lane) : w(worker) {
+    const float *m, *g, *e;
+    F<N> a, b;  // a: its product with the scale where m is packed, since a * -s == -(a * s)
+    Signs<N> old[R];
+    INLINE Tile(const Worker& w, int64_t lane) : m(w.m), g(w.g), e(w.e), a(splat<N>(w.a)), b(splat<N>(w.b)) {
       if (M == Momentum::kPacked) {
-        magnitude = splat_bits<N>(w.a * w.m_scale);  // a * -s == -(a * s)
-        for (int r = 0; r < R; ++r) word[r] = load<N>(w.m_words + lane + r * N);
+        a = splat<N>(w.a * w.m_scale);
+        for (int r = 0; r < R; ++r) old[r].begin(w.m_words + lane + r * N);
       }
     }
-    INLINE F<N> value(int r, int64_t i, int) const {
+    INLINE F<N> value(int r, int64_t i) {
       F<N> y = splat<N>(0.0f);
-      if (M == Momentum::kFlat) y = w.a * load<N>(w.m + i);
-      if (M == Momentum::kPacked) y = signed_by_bit<N>(magnitude, word[r]);
-      if (G) y = y + w.b * load<N>(w.g + i);
-      else y = y + 0.0f;
-      return y + load<N>(w.e + i);
-    }
-    INLINE void next_plane() {
-      if (M == Momentum::kPacked)
-        for (int r = 0; r < R; ++r) word[r] = word[r] >> 1;
+      if (M == Momentum::kFlat) y = a * load<N>(m + i);
+      if (M == Momentum::kPacked) y = old[r].next(a);
+      if (G) y = y + b * load<N>(g + i);
+      else y = y + splat<N>(0.0f);
+      return y + load<N>(e + i);
     }
   };
 };
@@ -494,17 +534,19 @@ struct CompressArgs {
 
 template <Momentum M, bool G> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
-  parallel(threads, x.blocks, kPieceElements / size, [&](int64_t first, int64_t last) {
+  parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0);
     SpanCursor cursor(x.spans, size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t length = x.lengths[block];
+      prefetch_words<true>(x.out, block, lanes);
       Worker<M, G> worker{};
       worker.e = x.e + block * size;
       if (M != Momentum::kNone) worker.a = x.a[block];
       if (M == Momentum::kFlat) worker.m = x.m + block * size;
       if (M == Momentum::kPacked) {
         const Block old = block_of(x.m_packed, block, lanes);
+        prefetch_words<false>(x.m_packed, block, lanes);
         worker.m_words = old.words;
         worker.m_scale = *old.scale;
       }
@@ -531,7 +573,7 @@ template <Momentum M, bool G> void compress(int threads, const CompressArgs& x) 
 
 // ----- reduce -----------------------------------------------------------------------------------------------------------
 
-// z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number
+// z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number, whose words do not fit the registers
 template <int Rows> struct Server {
   int rows;
   const float* scales;
@@ -540,19 +582,45 @@ template <int Rows> struct Server {
   const float* d;
 
   template <int N, int R> struct Tile {
+    const float* d;
+    F<N> inv_n, scale[Rows];
+    Signs<N> signs[Rows][R];
+    INLINE Tile(const Server& s, int64_t lane) : d(s.d), inv_n(splat<N>(s.inv_n)) {
+      for (int row = 0; row < Rows; ++row) {
+        scale[row] = splat<N>(s.scales[row]);
+        for (int r = 0; r < R; ++r) signs[row][r].begin(s.words[row] + lane + r * N);
+      }
+    }
+    INLINE F<N> value(int r, int64_t i) {
+      F<N> z = signs[0][r].next(scale[0]);
+      for (int row = 1; row < Rows; ++row) z = z + signs[row][r].next(scale[row]);
+      return z * inv_n + load<N>(d + i);
+    }
+  };
+};
+
+template <> struct Server<0> {
+  int rows;
+  const float* scales;
+  const uint32_t* const* words;
+  float inv_n;
+  const float* d;
+
+  template <int N, int R> struct Tile {
     const Server& s;
-    int64_t lane;
-    INLINE Tile(const Server& server, int64_t first_lane) : s(server), lane(first_lane) {}
-    INLINE F<N> value(int r, int64_t i, int k) const {
-      F<N> z = term(0, r, k);
-      const int rows = Rows ? Rows : s.rows;
-      for (int row = 1; row < rows; ++row) z = z + term(row, r, k);
-      return z * s.inv_n + load<N>(s.d + i);
+    const int64_t first_lane;
+    int seen = 0;  // calls: R for each plane
+    INLINE Tile(const Server& server, int64_t lane) : s(server), first_lane(lane) {}
+    INLINE F<N> term(int row, int r, int shift) const {
+      const U<N> word = load<N>(s.words[row] + first_lane + r * N) << shift;
+      return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(splat<N>(s.scales[row])) ^ (word & kSign)));
     }
-    INLINE F<N> term(int row, int r, int k) const {
-      return signed_by_bit<N>(splat_bits<N>(s.scales[row]), load<N>(s.words[row] + lane + r * N) >> k);
+    INLINE F<N> value(int r, int64_t i) {
+      const int shift = kPlanes - 1 - seen++ / R;  // brings the plane's bit to the sign
+      F<N> z = term(0, r, shift);
+      for (int row = 1; row < s.rows; ++row) z = z + term(row, r, shift);
+      return z * splat<N>(s.inv_n) + load<N>(s.d + i);
     }
-    INLINE void next_plane() {}
   };
 };
 
@@ -560,12 +628,13 @@ template <int Rows>
 void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, float* d,
             const Payload& out, float inv_n) {
   const int64_t lanes = size / kPlanes;
-  parallel(threads, received.per_row, kPieceElements / size, [&](int64_t first, int64_t last) {
+  parallel(threads, received.per_row, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), scales(rows);
     std::vector<const uint32_t*> words(rows);
     for (int64_t block = first; block < last; ++block) {
       for (int row = 0; row < rows; ++row) {
         const Block in = block_of(received, row * received.per_row + block, lanes);
+        prefetch_words<false>(received, row * received.per_row + block, lanes);
         scales[row] = *in.scale;
         words[row] = in.words;
       }
@@ -586,16 +655,17 @@ struct ApplyAdam {
   float* x;
 
   template <int N, int R> INLINE void run(int64_t lane) {
-    U<N> word[R];
-    for (int v = 0; v < R; ++v) word[v] = load<N>(words + lane + v * N);
-    for (int k = 0; k < kPlanes; ++k) {
+    Signs<N> signs[R];
+    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
+    const F<N> factor = splat<N>(t), keep = splat<N>(decay);
+    const float* const from = r;
+    float* const to = x;
+    const int64_t step = lanes, end = kPlanes * lanes + lane;
+    for (int64_t i = lane; i < end; i += step)
       for (int v = 0; v < R; ++v) {
-        const int64_t i = k * lanes + lane + v * N;
-        const F<N> step = signed_by_bit<N>(bits_as<U<N>>(static_cast<F<N>>(t * load<N>(r + i))), word[v]);
-        store<N>(x + i, load<N>(x + i) * decay - step);
-        word[v] = word[v] >> 1;
+        const F<N> update = signs[v].next(static_cast<F<N>>(factor * load<N>(from + i + v * N)));
+        store<N>(to + i + v * N, load<N>(to + i + v * N) * keep - update);
       }
-    }
   }
 };
 
@@ -606,19 +676,19 @@ struct Unpack {
   float* out;
 
   template <int N, int R> INLINE void run(int64_t lane) {
-    const U<N> magnitude = splat_bits<N>(scale);
-    U<N> word[R];
-    for (int v = 0; v < R; ++v) word[v] = load<N>(words + lane + v * N);
-    for (int k = 0; k < kPlanes; ++k) {
-      for (int v = 0; v < R; ++v) {
-        store<N>(out + k * lanes + lane + v * N, signed_by_bit<N>(magnitude, word[v]));
-        word[v] = word[v] >> 1;
-      }
-    }
+    Signs<N> signs[R];
+    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
+    const F<N> magnitude = splat<N>(scale);
+    float* const to = out;
+    const int64_t step = lanes, end = kPlanes * lanes + lane;
+    for (int64_t i = lane; i < end; i += step)
+      for (int v = 0; v < R; ++v) store<N>(to + i + v * N, signs[v].next(magnitude));
   }
 };
 
 // ----- gradient statistics ----------------------------------------------------------------------------------------------
+
+constexpr int64_t kSumPiece = 1 << 16;
 
 // Sum of squares in fp64, where the square of any fp32 number is exact and no sum can overflow: not finite means that an element
 // is not. Fixed pieces and fixed lanes: the result does not depend on the number of threads.
@@ -626,12 +696,27 @@ double sum_squares(const float* p, int64_t count) {
   constexpr int kLanes = 32;
   double acc[kLanes] = {};
   int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes)
+  for (; i + kLanes <= count; i += kLanes) {
+    __builtin_prefetch(p + i + 2048);
+    __builtin_prefetch(p + i + 2064);
     for (int j = 0; j < kLanes; ++j) acc[j] += static_cast<double>(p[i + j]) * static_cast<double>(p[i + j]);
+  }
   for (int j = 0; i < count; ++i, ++j) acc[j] += static_cast<double>(p[i]) * static_cast<double>(p[i]);
   for (int half = kLanes / 2; half; half /= 2)
     for (int j = 0; j < half; ++j) acc[j] += acc[half + j];
   return acc[0];
+}
+
+double sum_squares_16(const void* from, uint8_t dtype, int64_t count) {
+  constexpr int64_t kStage = 4096;
+  alignas(64) float staged[kStage];
+  double sum = 0.0;
+  for (int64_t i = 0; i < count; i += kStage) {
+    const int64_t now = std::min(kStage, count - i);
+    to_float(static_cast<const char*>(from) + i * 2, dtype, now, staged);
+    sum += sum_squares(staged, now);
+  }
+  return sum;
 }
 
 }  // namespace
@@ -643,7 +728,7 @@ EXPORT int onebit_abi() { return kAbi; }
 EXPORT void onebit_gather(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                           const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, float* out) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  parallel(threads, blocks, kPieceElements / block_size, [&](int64_t first, int64_t last) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     SpanCursor cursor(table, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const Run run = cursor.at(block);
@@ -657,7 +742,7 @@ EXPORT void onebit_gather(int threads, int64_t block_size, int64_t blocks, int64
 EXPORT void onebit_scatter(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                            const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, const float* flat) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  parallel(threads, blocks, kPieceElements / block_size, [&](int64_t first, int64_t last) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     SpanCursor cursor(table, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const Run run = cursor.at(block);
@@ -669,24 +754,16 @@ EXPORT void onebit_scatter(int threads, int64_t block_size, int64_t blocks, int6
 EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel, const void* const* data,
                               const uint8_t* dtype, double* result) {
   std::vector<int64_t> first_piece(tensors + 1, 0);
-  for (int64_t t = 0; t < tensors; ++t)
-    first_piece[t + 1] = first_piece[t] + (numel[t] + kPieceElements - 1) / kPieceElements;
+  for (int64_t t = 0; t < tensors; ++t) first_piece[t + 1] = first_piece[t] + (numel[t] + kSumPiece - 1) / kSumPiece;
   std::vector<double> sums(first_piece[tensors]);
-  parallel(threads, first_piece[tensors], 1, [&](int64_t piece, int64_t) {
-    const int64_t t = std::upper_bound(first_piece.begin(), first_piece.end(), piece) - first_piece.begin() - 1;
-    const int64_t start = (piece - first_piece[t]) * kPieceElements;
-    const int64_t count = std::min(kPieceElements, numel[t] - start);
-    const char* from = static_cast<const char*>(data[t]) + start * item_size(dtype[t]);
-    if (dtype[t] == kFloat32) {
-      sums[piece] = sum_squares(reinterpret_cast<const float*>(from), count);
-      return;
-    }
-    constexpr int64_t kStage = 4096;
-    alignas(64) float staged[kStage];
-    for (int64_t i = 0; i < count; i += kStage) {
-      const int64_t now = std::min(kStage, count - i);
-      to_float(from + i * 2, dtype[t], now, staged);
-      sums[piece] += sum_squares(staged, now);
+  parallel(threads, first_piece[tensors], kSumPiece, [&](int64_t first, int64_t last) {
+    int64_t t = std::upper_bound(first_piece.begin(), first_piece.end(), first) - first_piece.begin() - 1;
+    for (int64_t piece = first; piece < last; ++piece) {
+      while (first_piece[t + 1] <= piece) ++t;
+      const int64_t start = (piece - first_piece[t]) * kSumPiece, count = std::min(kSumPiece, numel[t] - start);
+      const char* from = static_cast<const char*>(data[t]) + start * item_size(dtype[t]);
+      sums[piece] = dtype[t] == kFloat32 ? sum_squares(reinterpret_cast<const float*>(from), count)
+                                         : sum_squares_16(from, dtype[t], count);
     }
   });
   double squares = 0.0, bad = 0.0;
@@ -723,6 +800,7 @@ EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in
   switch (rows) {
     case 1: return reduce<1>(threads, block_size, rows, received, lengths, d, out, inv_n);
     case 2: return reduce<2>(threads, block_size, rows, received, lengths, d, out, inv_n);
+    case 3: return reduce<3>(threads, block_size, rows, received, lengths, d, out, inv_n);
     case 4: return reduce<4>(threads, block_size, rows, received, lengths, d, out, inv_n);
     default: return reduce<0>(threads, block_size, rows, received, lengths, d, out, inv_n);
   }
@@ -732,7 +810,7 @@ EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8
                           const int32_t* lengths, float* out) {
   const Payload packed{raw, stride, per_row};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, kPieceElements / block_size, [&](int64_t first, int64_t last) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     for (int64_t block = first; block < last; ++block) {
       float* to = out + block * block_size;
       const int64_t length = std::max<int64_t>(0, lengths[block]);
@@ -751,13 +829,14 @@ EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, i
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const Payload packed{raw, stride, per_row};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, kPieceElements / block_size, [&](int64_t first, int64_t last) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     Scratch staged(block_size);
     SpanCursor cursor(table, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const Run run = cursor.at(block);
       if (run.data == nullptr) continue;
       const Block in = block_of(packed, block, lanes);
+      prefetch_words<false>(packed, block, lanes);
       // every block of a span belongs to one parameter, hence one group, hence one decay
       ApplyAdam apply{lanes, decay[run.first_block], alpha[block] * *in.scale, in.words, r + block * block_size,
                       static_cast<float*>(run.data)};
