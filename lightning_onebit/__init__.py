@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_onebit import _trees  # first: it remembers which Lightning tree was loaded before this package
 from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
-from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, Phase
+from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, OnebitOptimizer, Phase, ZeroOneAdam
 from lightning_onebit.registry import available_strategies
 
 if TYPE_CHECKING:
@@ -23,13 +23,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "BinSGDM",
     "ByteLedger",
     "CollectiveFailure",
     "CollectiveTimeout",
     "OnebitAdam",
+    "OnebitLamb",
     "OnebitOptimizer",
     "Phase",
     "PlanMismatch",
+    "ZeroOneAdam",
     "available_strategies",
 ]
 if _trees.installed_trees():

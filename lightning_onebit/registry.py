@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_onebit.optim import OnebitAdam, OnebitOptimizer
+from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
 
 #: options of an optimizer's constructor that belong to whoever owns the process groups, hence not to be given as an algorithm's option
 MANAGED = frozenset({"process_group", "timeout"})
@@ -51,6 +51,9 @@ ALGORITHMS: dict[str, Algorithm] = {
     algorithm.name: algorithm
     for algorithm in (
         Algorithm("onebit_adam", "1-bit Adam", OnebitAdam, converts=(torch.optim.Adam, torch.optim.AdamW)),
+        Algorithm("onebit_lamb", "1-bit LAMB", OnebitLamb),
+        Algorithm("zero_one_adam", "0/1 Adam", ZeroOneAdam, converts=(torch.optim.Adam, torch.optim.AdamW)),
+        Algorithm("binsgdm", "BinSGDM", BinSGDM, warm_up=False, aliases=("birder",)),
     )
 }
 

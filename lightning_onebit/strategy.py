@@ -35,6 +35,7 @@ from lightning_onebit.comm import (
 )
 from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers
+from lightning_onebit.optim.options import check_integer
 from lightning_onebit.registry import Algorithm, check_options, find_algorithm, registered_strategies
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class OnebitMixin(_Base):
     warm-up ends, ``VarianceFreeze(mode="auto", max_fraction=0.2)`` is added.
 
     Args:
-        algorithm: ``"onebit_adam"``.
+        algorithm: ``"onebit_adam"``, ``"onebit_lamb"``, ``"zero_one_adam"`` or ``"binsgdm"`` (alias ``"birder"``).
         accelerator: see Lightning's ``DDPStrategy``, as for all arguments up to ``start_method``.
         parallel_devices: devices of this node.
         cluster_environment: how processes find each other.
@@ -75,6 +76,9 @@ class OnebitMixin(_Base):
         broadcast_buffers: whether buffers follow rank 0's during training, as with DDP.
         overlap_dense: whether dense averaging overlaps with backward; False for models that run a parameter's backward hooks more
             than once in a backward (re-entrant activation checkpointing).
+        hierarchical: whether ranks of a node average first and share the work of the exchange between nodes: ``"auto"`` (with more
+            than one node and more than one rank per node), True or False.
+        ranks_per_node: overrides how many consecutive ranks count as a node (one machine can play several).
         freeze_step: algorithm's option, like all that follow: number of dense steps. None means "not given", here and below;
             see the optimizer's class for meanings and defaults.
         bias_correction: correct the moments' bias as AdamW does.
@@ -85,6 +89,21 @@ class OnebitMixin(_Base):
         bucket_mb: MB of fp32 gradients per bucket.
         max_consecutive_skips: steps in a row that non-finite gradients may skip.
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
+        overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no norm clipping).
+        residual_dtype: ``"float32"`` or ``"bfloat16"``.
+        max_coeff: 1-bit LAMB, like the five that follow: see ``OnebitLamb``.
+        min_coeff: see ``OnebitLamb``.
+        coeff_beta: see ``OnebitLamb``.
+        factor_max: see ``OnebitLamb``.
+        factor_min: see ``OnebitLamb``.
+        factor_threshold: see ``OnebitLamb``.
+        var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
+        var_update_scaler: see ``ZeroOneAdam``.
+        local_step_scaler: see ``ZeroOneAdam``.
+        local_step_clipper: see ``ZeroOneAdam``.
+        local_step_policy: see ``ZeroOneAdam``.
+        server: BinSGDM: how votes are combined, see ``BinSGDM``.
+        seed: BinSGDM: seed of its draws.
 
     Raises:
         TypeError: an option has the wrong type.
@@ -115,6 +134,8 @@ class OnebitMixin(_Base):
         convert_optimizers: bool = True,
         broadcast_buffers: bool = True,
         overlap_dense: bool = True,
+        hierarchical: bool | Literal["auto"] = "auto",
+        ranks_per_node: int | None = None,
         freeze_step: int | None = None,
         bias_correction: bool | None = None,
         block_size: int | None = None,
@@ -124,6 +145,21 @@ class OnebitMixin(_Base):
         bucket_mb: float | None = None,
         max_consecutive_skips: int | None = None,
         kernels: str | None = None,
+        overlap: str | None = None,
+        residual_dtype: str | None = None,
+        max_coeff: float | None = None,
+        min_coeff: float | None = None,
+        coeff_beta: float | None = None,
+        factor_max: float | None = None,
+        factor_min: float | None = None,
+        factor_threshold: float | None = None,
+        var_freeze_step: int | None = None,
+        var_update_scaler: int | None = None,
+        local_step_scaler: int | None = None,
+        local_step_clipper: int | None = None,
+        local_step_policy: str | None = None,
+        server: str | None = None,
+        seed: int | None = None,
     ) -> None:
         options = {
             "freeze_step": freeze_step,
@@ -135,6 +171,21 @@ class OnebitMixin(_Base):
             "bucket_mb": bucket_mb,
             "max_consecutive_skips": max_consecutive_skips,
             "kernels": kernels,
+            "overlap": overlap,
+            "residual_dtype": residual_dtype,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+            "coeff_beta": coeff_beta,
+            "factor_max": factor_max,
+            "factor_min": factor_min,
+            "factor_threshold": factor_threshold,
+            "var_freeze_step": var_freeze_step,
+            "var_update_scaler": var_update_scaler,
+            "local_step_scaler": local_step_scaler,
+            "local_step_clipper": local_step_clipper,
+            "local_step_policy": local_step_policy,
+            "server": server,
+            "seed": seed,
         }
         self._algorithm: Algorithm = find_algorithm(algorithm)
         self._options = {name: value for name, value in options.items() if value is not None}
@@ -149,6 +200,9 @@ class OnebitMixin(_Base):
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
+        _check_hierarchy(hierarchical, ranks_per_node)
+        self._hierarchical = hierarchical
+        self._ranks_per_node = ranks_per_node
         self._other_optimizers = other_optimizers
         self._convert_optimizers = convert_optimizers
         self._broadcast_buffers = broadcast_buffers
@@ -284,11 +338,13 @@ class OnebitMixin(_Base):
         run = self._run
         assert run is not None
         names: dict[Tensor, str] = {p: name for name, p in self.lightning_module.named_parameters()}
+        ranks_per_node = self._node_size() if self.onebit_optimizers else 1
         for optimizer in self.onebit_optimizers:
             optimizer.release_communication()  # one that was kept from an earlier fit()
             limit = timedelta(seconds=optimizer.options.timeout)
             optimizer.configure_communication(
                 run.new_group(self._timeout),
+                ranks_per_node=ranks_per_node,
                 timeout=min(self._timeout, limit) if self._timeout is not None else limit,
                 parameter_names=names,
                 overlap_dense=self._overlap_dense,
@@ -296,6 +352,40 @@ class OnebitMixin(_Base):
         run.dense = _DenseAverage(
             self.lightning_module, self.onebit_optimizers, self._connect_dense, self._overlap_dense
         )
+
+    def _node_size(self) -> int:
+        """Ranks that exchange as one node; 1 for the flat exchange. Collective if nodes must be found out."""
+        world = dist.get_world_size()
+        if self._hierarchical is False:
+            return 1
+        size = self._ranks_per_node
+        if size is None:
+            # all of them, gathered: a node that was started with fewer ranks than the others must not go unnoticed
+            mine = torch.tensor([self.node_rank], device=self.root_device)
+            layout = [torch.empty_like(mine) for _ in range(world)]
+            dist.all_gather(layout, mine)
+            nodes = [int(node) for node in layout]
+            counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
+            hierarchical = len(counts) > 1 and max(counts) > 1
+            if not hierarchical and self._hierarchical == "auto":
+                return 1
+            if len(set(counts)) > 1 or nodes != sorted(nodes):
+                raise self._misconfiguration(
+                    f"the hierarchical exchange needs the same number of consecutive ranks on every node, found ranks per node {counts} "
+                    f"(nodes of ranks 0, 1, ...: {nodes}): start all nodes alike, give `ranks_per_node`, or set `hierarchical=False`."
+                )
+            size = counts[0]
+        if world % size:
+            raise self._misconfiguration(
+                f"ranks_per_node={size} does not divide the {world} ranks of this run: give a divisor, or set `hierarchical=False`."
+            )
+        if self._hierarchical is True and (size == 1 or size == world):
+            raise self._misconfiguration(
+                f"hierarchical=True cannot take effect: {world} ranks with {size} per node leave nothing to do "
+                f"{'inside nodes' if size == 1 else 'between nodes'}. Leave it at 'auto', or give `ranks_per_node`."
+            )
+        # one node alone has nothing to exchange between nodes: its ranks exchange flat
+        return size if size < world else 1
 
     def _connect_dense(self) -> Transport:
         assert self._run is not None
@@ -391,7 +481,9 @@ class OnebitMixin(_Base):
         """Adds the default callback early enough to be set up and restored from a checkpoint like any other."""
         self._withdraw_freeze(trainer)
         fits = trainer.state.fn == "fit"
-        chosen = "freeze_step" in self._options or any(isinstance(c, self._freeze_callback) for c in trainer.callbacks)
+        chosen = bool({"freeze_step", "var_freeze_step"} & set(self._options)) or any(
+            isinstance(c, self._freeze_callback) for c in trainer.callbacks
+        )
         if fits and self._algorithm.warm_up and not chosen:
             self._default_freeze = self._freeze_callback(mode="auto", max_fraction=0.2)
             trainer.callbacks.insert(0, self._default_freeze)
@@ -434,6 +526,7 @@ class OnebitMixin(_Base):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Runs backward; averages densely what the next step needs averaged, before hooks, loggers and clipping look at it."""
         assert self.lightning_module is not None
+        self._show_local()
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         sync, run = self._sync_backward, self._run
@@ -449,14 +542,38 @@ class OnebitMixin(_Base):
                 run.dense.finish()
         closure_loss = self.precision_plugin.post_backward(closure_loss, self.lightning_module)
         self.post_backward(closure_loss)
+        if not sync and self.lightning_module.automatic_optimization:
+            self._show_consensus()
         return closure_loss
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; afterwards the module shows the model that all ranks share (0/1 Adam between synchronisations)."""
+        result = super().optimizer_step(optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        if self.lightning_module.automatic_optimization:
+            self._show_consensus()
+        return result
+
+    def _show_local(self) -> None:
+        """Within a training step every rank works on its own weights."""
+        for optimizer in self.onebit_optimizers:
+            optimizer.show_local()
+
+    def _show_consensus(self) -> None:
+        """Outside of one, everybody who looks (callbacks, evaluation, checkpoints) sees what all ranks share."""
+        for optimizer in self.onebit_optimizers:
+            optimizer.show_consensus()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, with buffers kept as DDP keeps them."""
         assert self.lightning_module is not None
+        self._show_local()
         # Under manual optimization Lightning tells DDP that no gradients are synchronised, so buffers are broadcast only once.
         with self._forward(self._sync_backward and self.lightning_module.automatic_optimization):
-            return super().training_step(*args, **kwargs)
+            output = super().training_step(*args, **kwargs)
+        if not self.lightning_module.automatic_optimization:
+            self._show_consensus()
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, with buffers kept as DDP keeps them."""
@@ -498,6 +615,11 @@ class OnebitMixin(_Base):
             _delegate(wrapper)
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Weights as all ranks share them; a view into a larger buffer is copied, so that the file does not carry the buffer."""
+        state = super().lightning_module_state_dict()
+        return {name: _compact(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Loads the optimizers' state; warns if a compressed stage continues with residuals that start from zero."""
@@ -716,6 +838,20 @@ def _describe(module: torch.nn.Module) -> list[str]:
         f"parameter {name}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, requires_grad={p.requires_grad}"
         for name, p in module.named_parameters()
     ] + [f"buffer {name}: shape {tuple(b.shape)}, {b.dtype}" for name, b in module.named_buffers()]
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size() else tensor
+
+
+def _check_hierarchy(hierarchical: Any, ranks_per_node: Any) -> None:
+    if not (isinstance(hierarchical, bool) or hierarchical == "auto"):
+        raise ValueError(f"hierarchical={hierarchical!r} is unknown; choose 'auto', True or False")
+    check_integer("ranks_per_node", ranks_per_node, least=1, optional=True)
+    if hierarchical is False and ranks_per_node not in (None, 1):
+        raise ValueError(
+            f"ranks_per_node={ranks_per_node} has no effect with hierarchical=False; leave one of them out"
+        )
 
 
 def _listed(options: Mapping[str, Any]) -> str:

@@ -273,6 +273,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._reducer = self._exchange = self._transport = self._topology = None
         self._present = self._verdict = None
 
+    def show_consensus(self) -> None:
+        """Shows the model that all ranks share; replicas of this optimizer are always equal between steps."""
+
+    def show_local(self) -> None:
+        """Shows this rank's own weights again; see ``show_consensus()``."""
+
     def begin_backward(self, sync: bool = True) -> None:
         """Announces a backward pass, so that dense averaging can overlap with it.
 
