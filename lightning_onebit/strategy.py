@@ -27,7 +27,6 @@ from lightning_onebit.checkpoint import restore_residuals
 from lightning_onebit.comm import (
     DEFAULT_TIMEOUT,
     ByteLedger,
-    CollectiveFailure,
     Reducer,
     Topology,
     Transport,
@@ -647,9 +646,8 @@ class OnebitMixin(_Base):
         for release in [optimizer.release_communication for optimizer in self.onebit_optimizers] + [run.close]:
             try:
                 release()
-            except (
-                CollectiveFailure
-            ) as error:  # after a failure the others may be gone: what brought us here is the news
+            except RuntimeError as error:
+                # After a failure the others may be gone: what brought us here is the news.
                 log.warning("while giving communication back: %s", error)
 
     def __getstate__(self) -> dict[str, Any]:

@@ -43,7 +43,8 @@ def test_every_name_is_registered_in_each_tree_and_starts_processes_as_it_says(t
         strategy = strategies.StrategyRegistry.get(name)
         assert type(strategy) is strategy_class(tree)
         assert isinstance(strategy, strategies.DDPStrategy)
-        assert name.startswith(strategy.algorithm)
+        algorithm = find_algorithm(strategy.algorithm)
+        assert name.startswith((algorithm.name, *algorithm.aliases))
         if name in methods:
             assert strategy._start_method == methods[name]
 
@@ -61,7 +62,14 @@ def test_unknown_algorithms_are_refused_with_the_list_of_known_ones() -> None:
 def test_the_strategy_has_a_typed_keyword_for_every_option_of_every_algorithm_and_for_nothing_else() -> None:
     own = ["algorithm", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"]
     own += ["process_group_backend", "timeout", "start_method"]
-    own += ["other_optimizers", "convert_optimizers", "broadcast_buffers", "overlap_dense"]
+    own += [
+        "other_optimizers",
+        "convert_optimizers",
+        "broadcast_buffers",
+        "overlap_dense",
+        "hierarchical",
+        "ranks_per_node",
+    ]
     parameters = inspect.signature(strategy_class()).parameters
     options = {name: p for name, p in parameters.items() if name not in own}
     assert set(options) == set().union(*(algorithm.options for algorithm in ALGORITHMS.values()))
@@ -128,7 +136,9 @@ def test_one_table_entry_makes_an_algorithm_with_its_names_and_options(other_alg
 
 
 def test_an_option_that_the_algorithm_does_not_have_names_those_that_have_it(other_algorithm: Algorithm) -> None:
-    with pytest.raises(ValueError, match=r"freeze_step=5 is no option of 'other'.*'onebit_adam' has it"):
+    with pytest.raises(
+        ValueError, match=r"freeze_step=5 is no option of 'other'.*'onebit_adam' and 'onebit_lamb' have it"
+    ):
         strategy_class()("other", freeze_step=5)
     with pytest.raises(ValueError, match="no algorithm has it"):
         registry.check_options(other_algorithm, {"colour": "red"})

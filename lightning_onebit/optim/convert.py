@@ -86,8 +86,9 @@ def convert_adam(
 
 
 def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
-    """Makes LR schedulers of ``old`` schedule ``new``, however deeply they are nested (SequentialLR, ChainedScheduler,
-    wrappers).
+    """Makes LR schedulers of ``old`` schedule ``new``, however deeply they are nested.
+
+    SequentialLR, ChainedScheduler and wrappers of the user's that keep the optimizer or schedulers in attributes are followed.
 
     Args:
         schedulers: schedulers; those of other optimizers are left alone.
