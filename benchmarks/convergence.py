@@ -1,0 +1,807 @@
+"""Convergence study: do the compressed optimizers reach the loss of their uncompressed twins, on real data?
+
+    python benchmarks/convergence.py                     run what is missing, then write the report
+    python benchmarks/convergence.py --only text digits  some studies only
+    python benchmarks/convergence.py --report            tables and plots from the runs there are
+
+Every run is one line of ``benchmarks/results/convergence_runs.jsonl``; a run that is there is not repeated, so an
+interrupted study continues. ``convergence.json`` holds the summary, ``convergence_*.png`` the plots; docs/convergence.md
+discusses both. Nothing is downloaded: the data are the standard library's text and scikit-learn's digits.
+
+The global batch is the same whatever the number of workers, so an uncompressed optimizer computes the same run in every
+world (up to the order of sums) and is run once, on one process. Compressed worlds of 2 and 4 workers run in real
+processes joined by gloo, larger ones (and the search for lr at 4) as a ``SimulatedWorld``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing as mp
+import os
+import re
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import lru_cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad_and_value, vmap
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "examples"))
+
+from data import load_corpus  # noqa: E402  (lives in examples/)
+
+from lightning_onebit.comm import SimulatedGroup, SimulatedWorld  # noqa: E402
+from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam  # noqa: E402
+
+RESULTS = HERE / "results"
+RUNS = RESULTS / "convergence_runs.jsonl"
+
+Params = dict[str, Tensor]
+Options = tuple[tuple[str, float], ...]
+SEEDS = (0, 1, 2)
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed", "torch.func", "lightning_onebit.optim"]
+
+
+# ----- tasks: data, model, loss ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A learning problem of fixed length. The batch is global: n workers take 1/n of its rows each.
+
+    Attributes:
+        name: of the task.
+        steps: optimizer steps of a run.
+        batch: rows per step over all workers.
+        vocabulary: tokens (0: the digits images).
+        width: of the residual stream or hidden layer.
+        layers: transformer layers.
+        context: predictions per row.
+    """
+
+    name: str
+    steps: int
+    batch: int
+    vocabulary: int = 0
+    width: int = 48
+    layers: int = 2
+    context: int = 32
+
+    @property
+    def is_text(self) -> bool:
+        """Whether rows are windows of text."""
+        return self.vocabulary > 0
+
+    def init(self, seed: int) -> Params:
+        """Fresh parameters."""
+        draws = torch.Generator().manual_seed(1000 + seed)
+
+        def normal(*shape: int, std: float) -> Tensor:
+            return torch.randn(*shape, generator=draws) * std
+
+        if not self.is_text:
+            sizes, params = (64, 2 * self.width, self.width, 10), {}
+            for k, (fan_in, fan_out) in enumerate(pairwise(sizes)):
+                params[f"{k}.weight"] = normal(fan_out, fan_in, std=(2 / fan_in) ** 0.5)
+                params[f"{k}.bias"] = torch.zeros(fan_out)
+            return params
+        width = self.width
+        params = {"token": normal(self.vocabulary, width, std=0.5), "position": normal(self.context, width, std=0.1)}
+        for k in range(self.layers):
+            params |= {
+                f"{k}.norm1": torch.ones(width),
+                f"{k}.qkv": normal(3 * width, width, std=width**-0.5),
+                f"{k}.project": normal(width, width, std=(2 * self.layers * width) ** -0.5),
+                f"{k}.norm2": torch.ones(width),
+                f"{k}.up": normal(4 * width, width, std=width**-0.5),
+                f"{k}.up_bias": torch.zeros(4 * width),
+                f"{k}.down": normal(width, 4 * width, std=(2 * self.layers * width) ** -0.5),
+            }
+        return params | {"norm": torch.ones(width), "head": normal(self.vocabulary, width, std=0.02)}
+
+    def loss(self, params: Params, rows: Tensor) -> Tensor:
+        """Mean cross-entropy in nats over rows: windows ``(batch, context + 1)``, or images with a label behind them."""
+        logits, targets = self.predict(params, rows)
+        return F.cross_entropy(logits, targets)
+
+    def predict(self, params: Params, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits ``(predictions, classes)`` and targets."""
+        if not self.is_text:
+            x = rows[:, :64]
+            for k in range(3):
+                x = F.linear(x, params[f"{k}.weight"], params[f"{k}.bias"])
+                x = x if k == 2 else F.relu(x)
+            return x, rows[:, 64].long()
+        heads, width = 4, self.width
+        x = F.embedding(rows[:, :-1], params["token"]) + params["position"]
+        batch, time_steps = x.shape[:2]
+        mask = torch.ones(time_steps, time_steps, dtype=torch.bool).triu(1)
+        for k in range(self.layers):
+            normed = F.layer_norm(x, (width,)) * params[f"{k}.norm1"]
+            qkv = F.linear(normed, params[f"{k}.qkv"]).reshape(batch, time_steps, 3, heads, width // heads)
+            query, key, value = qkv.permute(2, 0, 3, 1, 4)
+            scores = (query @ key.transpose(-1, -2)) * (width // heads) ** -0.5
+            attended = scores.masked_fill(mask, -math.inf).softmax(-1) @ value
+            x = x + F.linear(attended.transpose(1, 2).reshape(batch, time_steps, width), params[f"{k}.project"])
+            hidden = F.gelu(
+                F.linear(F.layer_norm(x, (width,)) * params[f"{k}.norm2"], params[f"{k}.up"], params[f"{k}.up_bias"]),
+                approximate="tanh",
+            )
+            x = x + F.linear(hidden, params[f"{k}.down"])
+        logits = F.linear(F.layer_norm(x, (width,)) * params["norm"], params["head"])
+        return logits.reshape(batch * time_steps, -1), rows[:, 1:].reshape(-1)
+
+    def rows(self, seed: int, step: int) -> Tensor:
+        """The global batch of a step: the same for every optimizer and every number of workers."""
+        draws = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+        train, _ = self.data()
+        if not self.is_text:
+            return train[torch.randint(len(train), (self.batch,), generator=draws)]
+        starts = torch.randint(len(train) - self.context - 1, (self.batch,), generator=draws)
+        return train[starts[:, None] + torch.arange(self.context + 1)]
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Training data (text or rows) and validation rows."""
+        if not self.is_text:
+            return _digits()
+        train, validation = _bytes() if self.vocabulary == 256 else _words(self.vocabulary)
+        windows = min(768, (len(validation) - 1) // self.context)
+        starts = torch.arange(windows) * self.context
+        return train, validation[starts[:, None] + torch.arange(self.context + 1)]
+
+
+@lru_cache
+def _bytes() -> tuple[Tensor, Tensor]:
+    train, validation = load_corpus(4 << 20, 64 << 10)
+    return train.long(), validation.long()
+
+
+@lru_cache
+def _words(vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Words, digits, spaces and signs; the rarer ones share token 0. Counts of the tail are single figures per run."""
+    cut = re.compile(r"[A-Za-z]+|_+|\d|\n *| +|[^\w\s]|.")
+    train, validation = (bytes(text.byte()).decode("utf-8", "replace") for text in load_corpus(4 << 20, 128 << 10))
+    counts = Counter(cut.findall(train))
+    kept = sorted(counts, key=lambda token: (-counts[token], token))[: vocabulary - 1]
+    index = {token: i + 1 for i, token in enumerate(kept)}
+    return tuple(torch.tensor([index.get(t, 0) for t in cut.findall(text)]) for text in (train, validation))  # type: ignore[return-value]
+
+
+@lru_cache
+def _digits() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    rows = torch.cat([torch.from_numpy(digits.data).float() / 16, torch.from_numpy(digits.target).float()[:, None]], 1)
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return rows[:1347], rows[1347:]
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("text", steps=200, batch=64, vocabulary=256),
+        Task("large_batch", steps=80, batch=192, vocabulary=256),
+        Task("words", steps=200, batch=16, vocabulary=4096, width=32),
+        Task("digits", steps=200, batch=64, width=48),
+    )
+}
+
+
+# ----- one run --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run; equal jobs give equal results.
+
+    Attributes:
+        task: name in ``TASKS``.
+        optimizer: name in ``OPTIMIZERS``.
+        lr: peak learning rate.
+        seed: of parameters and data order.
+        workers: ranks; 1 for what is not compressed.
+        real: in processes joined by gloo, rather than simulated.
+        options: of the optimizer, beyond its defaults in this study.
+    """
+
+    task: str
+    optimizer: str
+    lr: float
+    seed: int = 0
+    workers: int = 1
+    real: bool = False
+    options: Options = ()
+
+    @property
+    def key(self) -> str:
+        """Identity of the run, with what its task and optimizer are made of."""
+        return json.dumps([asdict(self), asdict(TASKS[self.task])], sort_keys=True)
+
+
+def schedule(step: int, steps: int) -> float:
+    """Factor of lr at step 0, 1, ...: linear over the first 5 %, then a cosine down to a tenth."""
+    rise = max(1, steps // 20)
+    if step < rise:
+        return (step + 1) / rise
+    return 0.1 + 0.45 * (1 + math.cos(math.pi * (step - rise) / max(1, steps - rise)))
+
+
+FREEZE = 0.2
+"""Share of dense steps (1-bit Adam, 1-bit LAMB), and of steps before 0/1 Adam's variance freeze."""
+
+
+def make_optimizer(job: Job, params: list[torch.nn.Parameter], group: SimulatedGroup | None) -> torch.optim.Optimizer:
+    """The optimizer of a job on one rank."""
+    steps = TASKS[job.task].steps
+    options: dict[str, Any] = dict(job.options)
+    common: dict[str, Any] = {"lr": job.lr, "weight_decay": 0.01}
+    # a fifth of the run, and the published 32,678 of 152,511 steps, which is also about a fifth
+    share = max(1, round(FREEZE * steps))
+    if job.optimizer == "adamw":
+        return torch.optim.AdamW(params, **common, **options)
+    if job.optimizer == "sgd":
+        return torch.optim.SGD(params, job.lr, momentum=0.9, **options)
+    if job.optimizer == "lamb":
+        # dense LAMB is the warm-up of 1-bit LAMB, which never ends in a world of one
+        return OnebitLamb(params, **common, **options)
+    common |= {"process_group": group, "timeout": 300.0}
+    if job.optimizer == "onebit_adam":
+        return OnebitAdam(params, **common, **{"freeze_step": share, **options})
+    if job.optimizer == "onebit_lamb":
+        return OnebitLamb(params, **common, **{"freeze_step": share, **options})
+    if job.optimizer == "zero_one_adam":
+        return ZeroOneAdam(params, **common, **{"var_freeze_step": share, "local_step_scaler": share, **options})
+    if job.optimizer == "binsgdm":
+        return BinSGDM(params, seed=job.seed, **common, **options)
+    raise ValueError(f"optimizer={job.optimizer!r} is unknown")
+
+
+class Observer:
+    """What one rank notes about its run."""
+
+    def __init__(self, job: Job, params: dict[str, torch.nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        self.task = TASKS[job.task]
+        self.params, self.optimizer = params, optimizer
+        self.curve: list[tuple[int, float]] = []
+        self.max_update = 0.0
+        self._before: list[Tensor] = []
+
+    def before(self) -> None:
+        """Remembers the weights."""
+        if self.task.name in ("words", "digits"):
+            self._before = [p.detach().clone() for p in self.params.values()]
+
+    @torch.no_grad()
+    def after(self, step: int) -> None:
+        """Notes the largest update in units of lr, and now and then the validation loss on a part."""
+        lr = self.optimizer.param_groups[0]["lr"]
+        for old, p in zip(self._before, self.params.values(), strict=False):
+            self.max_update = max(self.max_update, float((p - old).abs().max()) / lr)
+        if (step + 1) % (self.task.steps // 10) == 0:
+            self.curve.append((step + 1, self._loss(128)))
+
+    def _loss(self, rows: int) -> float:
+        _, validation = self.task.data()
+        # 0/1 Adam between synchronisations: the model that all ranks share
+        shared = getattr(self.optimizer, "consensus", nullcontext)
+        with torch.no_grad(), shared():
+            return float(self.task.loss(dict(self.params), validation[:rows]))
+
+    @torch.no_grad()
+    def result(self) -> dict[str, Any]:
+        """Outcome of the run."""
+        _, validation = self.task.data()
+        with getattr(self.optimizer, "consensus", nullcontext)():
+            logits, targets = self.task.predict(dict(self.params), validation)
+            out: dict[str, Any] = {
+                "loss": float(F.cross_entropy(logits, targets)),
+                "accuracy": float((logits.argmax(-1) == targets).float().mean()),
+                "max_weight": max(float(p.abs().max()) for p in self.params.values()),
+            }
+        out |= {"curve": self.curve, "max_update": self.max_update or None}
+        ledger = getattr(self.optimizer, "ledger", None)
+        if ledger is not None and ledger.total.bytes_sent:
+            out |= {"ratio": ledger.ratio, "dense_steps": ledger.dense_steps, "skipped": ledger.total.skipped}
+        return out
+
+
+def train(
+    job: Job,
+    params: dict[str, torch.nn.Parameter],
+    rank: int,
+    group: SimulatedGroup | None,
+    backward: Callable[[int], None],
+) -> dict[str, Any] | None:
+    """Trains one rank; ``backward(step)`` leaves the gradients of the rank's rows in ``.grad``."""
+    optimizer = make_optimizer(job, list(params.values()), group)
+    observer = Observer(job, params, optimizer) if rank == 0 else None
+    steps = TASKS[job.task].steps
+    for step in range(steps):
+        for param_group in optimizer.param_groups:
+            param_group["lr"] = job.lr * schedule(step, steps)
+        optimizer.zero_grad()
+        backward(step)
+        if observer is not None:
+            observer.before()
+        optimizer.step()
+        if observer is not None:
+            observer.after(step)
+    return observer.result() if observer is not None else None
+
+
+def _fresh(job: Job) -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(value) for name, value in TASKS[job.task].init(job.seed).items()}
+
+
+def train_process(job: Job, rank: int, workers: int) -> dict[str, Any] | None:
+    """One rank of a real world (or the only one)."""
+    task, params = TASKS[job.task], _fresh(job)
+    count = task.batch // workers
+
+    def backward(step: int) -> None:
+        rows = task.rows(job.seed, step)[rank * count : (rank + 1) * count]
+        task.loss(dict(params), rows).backward()
+
+    return train(job, params, rank, None, backward)
+
+
+def train_simulated(job: Job) -> dict[str, Any] | None:
+    """All ranks in this process. Rank 0 computes everybody's gradients in one batched pass over stacked parameters."""
+    task, n = TASKS[job.task], job.workers
+    stacked = {name: value.expand(n, *value.shape).clone() for name, value in task.init(job.seed).items()}
+    gradients = vmap(grad_and_value(task.loss), in_dims=(0, 0))
+    shared: Params = {}
+
+    def rank_main(group: SimulatedGroup) -> dict[str, Any] | None:
+        params = {name: torch.nn.Parameter(value[group.rank]) for name, value in stacked.items()}
+
+        def backward(step: int) -> None:
+            group.barrier()
+            if group.rank == 0:
+                rows = task.rows(job.seed, step)
+                shared.update(gradients(stacked, rows.view(n, task.batch // n, *rows.shape[1:]))[0])
+            group.barrier()
+            for name, p in params.items():
+                p.grad = shared[name][group.rank]
+
+        return train(job, params, group.rank, group, backward)
+
+    return SimulatedWorld(n, timeout=600).run(rank_main)[0]
+
+
+def _real_rank(job: Job, rank: int, store: str, answer: Any) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=job.workers, timeout=timedelta(seconds=600)
+    )
+    result = train_process(job, rank, job.workers)
+    if rank == 0:
+        answer.send(result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def train_real(job: Job) -> dict[str, Any] | None:
+    """A world of processes joined by gloo."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    ours, theirs = context.Pipe()
+    with tempfile.TemporaryDirectory() as folder:
+        processes = [
+            context.Process(target=_real_rank, args=(job, rank, f"{folder}/store", theirs), daemon=True)
+            for rank in range(job.workers)
+        ]
+        for process in processes:
+            process.start()
+        theirs.close()
+        try:
+            if not ours.poll(1800):
+                raise TimeoutError(f"{job} did not finish in 1800 s")
+            return ours.recv()
+        except EOFError:
+            raise RuntimeError(f"a rank of {job} died; its traceback is above") from None
+        finally:
+            for process in processes:
+                process.join(30)
+                process.kill()
+
+
+def run_job(job: Job) -> dict[str, Any]:
+    """Runs a job (or finds its result) and returns its record."""
+    for record in read_runs():
+        if record["key"] == job.key:
+            return record
+    torch.set_num_threads(1)
+    start = time.perf_counter()
+    try:
+        if job.workers == 1:
+            result = train_process(job, 0, 1)
+        elif job.real:
+            result = train_real(job)
+        else:
+            result = train_simulated(job)
+    except FloatingPointError:  # diverged: too many steps in a row without a finite gradient
+        result = {"loss": math.inf, "accuracy": 0.0, "max_weight": math.inf, "curve": [], "max_update": math.inf}
+    assert result is not None
+    if not math.isfinite(result["loss"]):
+        result["loss"] = math.inf
+    record = {"key": job.key, **asdict(job), **result, "seconds": round(time.perf_counter() - start, 1)}
+    RESULTS.mkdir(exist_ok=True)
+    with RUNS.open("a") as file:  # one write of one line: runs of several processes do not mix
+        file.write(json.dumps(record) + "\n")
+    return record
+
+
+def read_runs() -> Iterator[dict[str, Any]]:
+    """All records there are."""
+    if RUNS.exists():
+        for line in RUNS.read_text().splitlines():
+            if line.endswith("}"):
+                yield json.loads(line)
+
+
+# ----- the studies ----------------------------------------------------------------------------------------------------
+
+
+def rung(k: float) -> float:
+    """The shared grid of learning rates: ``1e-3 * 2**(k/2)``."""
+    return float(f"{1e-3 * 2 ** (k / 2):.4g}")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """An optimizer on a task: the search for its lr, then more seeds at the best.
+
+    Attributes:
+        task: name.
+        optimizer: name.
+        workers: ranks during the search.
+        options: of the optimizer.
+        start: rung of the grid where the search starts.
+        also: further worlds ``(workers, real, seeds)`` at the best lr.
+        variants: further options, all seeds at the best lr.
+        refine: search the half steps too.
+        seeds: seeds at the best lr.
+    """
+
+    task: str
+    optimizer: str
+    workers: int = 1
+    options: Options = ()
+    start: int = 6
+    also: tuple[tuple[int, bool, tuple[int, ...]], ...] = ()
+    variants: tuple[Options, ...] = ()
+    refine: bool = True
+    seeds: tuple[int, ...] = SEEDS
+
+
+def run_chain(chain: Chain) -> float:
+    """Finds the best lr (seed 0: rungs a factor of 2 apart until the best is inside, then a factor of sqrt 2), then all else."""
+    losses: dict[int, float] = {}
+
+    def job(lr: float, seed: int, options: Options = chain.options) -> Job:
+        return Job(chain.task, chain.optimizer, lr, seed, chain.workers, False, options)
+
+    def loss(k: int) -> float:
+        if k not in losses:
+            losses[k] = run_job(job(rung(k), 0))["loss"]
+        return losses[k]
+
+    best = chain.start
+    while (winner := min([best, best - 2, best + 2], key=loss)) != best:
+        best = winner
+    if chain.refine:
+        best = min([best, best - 1, best + 1], key=loss)
+    lr = rung(best)
+    for seed in chain.seeds:
+        run_job(job(lr, seed))
+        for options in chain.variants:
+            run_job(job(lr, seed, options))
+    for workers, real, seeds in chain.also:
+        for seed in seeds:
+            run_job(Job(chain.task, chain.optimizer, lr, seed, workers, real, chain.options))
+    return lr
+
+
+BETAS = (0.8, 0.9, 0.95)
+FLOORS = (0.0, 0.01, 0.03, 0.1)
+
+
+def studies() -> dict[str, list[Chain]]:
+    """Chains by study, the most telling first. A search that is listed twice is answered by its first runs."""
+    beta: dict[float, Options] = {b: (("beta", b),) for b in BETAS}
+    floors: tuple[Options, ...] = tuple((("denominator_floor", phi),) for phi in FLOORS)
+    sixteen, sixty_four = (16, False, SEEDS), (64, False, (0,))
+    real = ((2, True, SEEDS), (4, True, SEEDS))
+    text = [
+        Chain("text", "onebit_adam", 4),
+        Chain("text", "zero_one_adam", 4),
+        *(Chain("text", "binsgdm", 4, beta[b]) for b in BETAS),
+    ]
+    digits = [
+        Chain("digits", "onebit_adam", 4, variants=floors),
+        Chain("digits", "zero_one_adam", 4),
+        Chain("digits", "onebit_lamb", 4, start=8),
+        *(Chain("digits", "binsgdm", 4, beta[b]) for b in BETAS),
+    ]
+    large = [Chain("large_batch", "onebit_lamb", 4, start=8)]
+
+    def then(chains: list[Chain], *also: tuple[int, bool, tuple[int, ...]]) -> list[Chain]:
+        return [replace(chain, also=also) for chain in chains]
+
+    return {
+        "text": [Chain("text", "adamw"), *text],
+        "floor": [
+            Chain("words", "adamw", refine=False),
+            Chain("words", "onebit_adam", 4, refine=False, variants=floors),
+        ],
+        "digits": [
+            Chain("digits", "adamw"),
+            Chain("digits", "sgd", start=14),
+            Chain("digits", "lamb", start=8),
+            *digits,
+        ],
+        "lamb": [Chain("large_batch", "lamb", start=8), *large],
+        "many": [*then(text[:3], sixteen, sixty_four), *then(large, (16, False, (0,)), sixty_four)],
+        "real": then([*text[:3], *large], *real),
+        "digits_many": then(digits[:4], *real, (16, False, SEEDS), sixty_four),
+        "seeds": [replace(chain, also=((64, False, SEEDS),)) for chain in text[:3]],
+    }
+
+
+def _init_worker() -> None:
+    torch.set_num_threads(1)
+
+
+def run_studies(names: Iterable[str], processes: int) -> None:
+    """Runs what is missing of some studies, ``processes`` chains at a time."""
+    chains = [(name, chain) for name in names for chain in studies()[name]]
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOAD)
+    failures = 0
+    with ProcessPoolExecutor(processes, context, initializer=_init_worker) as pool:
+        futures = {pool.submit(run_chain, chain): (name, chain) for name, chain in chains}
+        for future in as_completed(futures):
+            name, chain = futures[future]
+            error = future.exception()
+            failures += error is not None
+            outcome = f"failed: {error!r}" if error is not None else f"best lr {future.result():g}"
+            print(
+                f"{name}: {chain.task} {chain.optimizer} {dict(chain.options)} x{chain.workers}: {outcome}", flush=True
+            )
+    if failures:
+        raise SystemExit(f"{failures} chains failed; their messages are above")
+
+
+# ----- the report -----------------------------------------------------------------------------------------------------
+
+TWINS = {"onebit_adam": "adamw", "zero_one_adam": "adamw", "onebit_lamb": "lamb", "binsgdm": "adamw"}
+TARGETS = {"onebit_adam": 0.01, "zero_one_adam": 0.01, "onebit_lamb": 0.01, "binsgdm": 0.02}
+
+World = tuple[str, str, Options, int, bool]  # task, optimizer, options, workers, real
+
+
+@dataclass(frozen=True)
+class Row:
+    """An optimizer in a world at its best lr.
+
+    Attributes:
+        world: task, optimizer, options, workers, whether in real processes.
+        lr: the best.
+        runs: the records at this lr, by seed.
+        gap: mean over seeds of ``loss / twin's loss - 1`` (None: it has no twin).
+    """
+
+    world: World
+    lr: float
+    runs: tuple[dict[str, Any], ...]
+    gap: float | None
+
+    def mean(self, name: str) -> float:
+        """Mean of a number over seeds."""
+        return statistics.fmean(run[name] for run in self.runs)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the loss over seeds (0 for one seed)."""
+        losses = [run["loss"] for run in self.runs]
+        return statistics.stdev(losses) if len(losses) > 1 else 0.0
+
+    @property
+    def label(self) -> str:
+        """Optimizer and options."""
+        return " ".join([self.world[1], *(f"{name}={value:g}" for name, value in self.world[2])])
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the gap is within the target."""
+        return None if self.gap is None else self.gap <= TARGETS[self.world[1]]
+
+
+def summarise(records: Iterable[dict[str, Any]]) -> list[Row]:
+    """One row per world, at the lr with the most seeds and, among those, the lowest loss."""
+    worlds: dict[World, dict[float, dict[int, dict[str, Any]]]] = {}
+    for record in records:
+        options = tuple((name, value) for name, value in record["options"])
+        world = (record["task"], record["optimizer"], options, record["workers"], record["real"])
+        worlds.setdefault(world, {}).setdefault(record["lr"], {})[record["seed"]] = record
+    best: dict[World, tuple[float, dict[int, dict[str, Any]]]] = {}
+    for world, by_lr in worlds.items():
+        best[world] = min(
+            by_lr.items(), key=lambda item: (-len(item[1]), statistics.fmean(r["loss"] for r in item[1].values()))
+        )
+    rows = []
+    for world, (lr, by_seed) in sorted(best.items()):
+        task, optimizer, *_ = world
+        _, twin = best.get((task, TWINS.get(optimizer, ""), (), 1, False), (0.0, {}))
+        common = sorted(by_seed.keys() & twin.keys())
+        gap = statistics.fmean(by_seed[s]["loss"] / twin[s]["loss"] - 1 for s in common) if common else None
+        rows.append(Row(world, lr, tuple(by_seed[s] for s in sorted(by_seed)), gap))
+    return rows
+
+
+def table(rows: Iterable[Row]) -> str:
+    """Markdown table of losses."""
+    lines = [
+        "| optimizer | workers | best lr | seeds | validation loss | accuracy | gap to twin | target | bytes saved |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        _, optimizer, _, workers, real = row.world
+        world = "1 (whole batch)" if workers == 1 else f"{workers} {'processes' if real else 'simulated'}"
+        gap = "" if row.gap is None else f"{row.gap:+.2%}"
+        target = "" if row.gap is None else f"{TARGETS[optimizer]:.0%} {'met' if row.met else '**missed**'}"
+        ratio = f"{row.mean('ratio'):.1f}x" if "ratio" in row.runs[0] else ""
+        lines.append(
+            f"| {row.label} | {world} | {row.lr:g} | {len(row.runs)} | {row.mean('loss'):.4f} ± {row.spread:.4f} | "
+            f"{row.mean('accuracy'):.3f} | {gap} | {target} | {ratio} |"
+        )
+    return "\n".join(lines)
+
+
+def floor_table(rows: Iterable[Row]) -> str:
+    """Markdown table of the denominator floor's effect."""
+    lines = [
+        "| task | phi | lr | seeds | validation loss | max abs x | max abs update / lr |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        phi = dict(row.world[2]).get("denominator_floor", row.world[1])
+        largest = [max(run[name] for run in row.runs) for name in ("max_weight", "max_update")]
+        lines.append(
+            f"| {row.world[0]} | {phi} | {row.lr:g} | {len(row.runs)} | {row.mean('loss'):.4f} ± {row.spread:.4f} | "
+            f"{largest[0]:.1f} | {largest[1]:.1f} |"
+        )
+    return "\n".join(lines)
+
+
+def _has_floor(row: Row) -> bool:
+    return any(name == "denominator_floor" for name, _ in row.world[2])
+
+
+def report() -> None:
+    """Writes ``convergence.json``, ``convergence_tables.md`` and the plots."""
+    records = list({record["key"]: record for record in read_runs()}.values())
+    rows = summarise(records)
+    summary = [
+        {
+            "task": row.world[0],
+            "optimizer": row.world[1],
+            "options": dict(row.world[2]),
+            "workers": row.world[3],
+            "real_processes": row.world[4],
+            "lr": row.lr,
+            "seeds": [run["seed"] for run in row.runs],
+            "losses": [run["loss"] for run in row.runs],
+            "mean_loss": row.mean("loss"),
+            "gap_to_twin": row.gap,
+            "target_met": row.met,
+        }
+        for row in rows
+    ]
+    tasks = {name: asdict(task) for name, task in TASKS.items()}
+    text = json.dumps({"tasks": tasks, "rows": summary, "runs": len(records), "torch": torch.__version__}, indent=1)
+    (RESULTS / "convergence.json").write_text(text + "\n")
+    parts = []
+    for name in TASKS:
+        own = [row for row in rows if row.world[0] == name and not _has_floor(row)]
+        if own:
+            parts.append(f"## {name}\n\n{table(own)}")
+    floors = [row for row in rows if _has_floor(row) or (row.world[0] == "words" and row.world[1] == "adamw")]
+    if floors:
+        parts.append(f"## denominator floor (1-bit Adam, 4 workers)\n\n{floor_table(floors)}")
+    (RESULTS / "convergence_tables.md").write_text("\n\n".join(parts) + "\n")
+    plot(records, rows)
+    print("\n\n".join(parts))
+
+
+def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
+    """Loss curves, loss by lr, gap by number of workers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    plain = [row for row in rows if not _has_floor(row)]
+    names = [name for name in TASKS if any(row.world[0] == name for row in plain)]
+    figure, axes = plt.subplots(2, len(names), figsize=(4.6 * len(names), 7.6), squeeze=False)
+    colours = {label: f"C{i % 10}" for i, label in enumerate(sorted({row.label for row in plain}))}
+    for (above, below), name in zip(axes.T, names, strict=True):
+        for row in plain:
+            if row.world[0] != name or row.world[3] not in (1, 4) or row.world[4]:
+                continue
+            curves = [dict(map(tuple, run["curve"])) for run in row.runs if run["curve"]]
+            steps = sorted(set.intersection(*(set(c) for c in curves))) if curves else []
+            style = "--" if row.world[3] == 1 else "-"
+            means = [statistics.fmean(c[step] for c in curves) for step in steps]
+            above.plot(steps, means, style, color=colours[row.label], label=row.label)
+            tried = sorted(
+                (r["lr"], r["loss"])
+                for r in records
+                if (r["task"], r["optimizer"], r["workers"], r["real"], r["seed"])
+                == (name, *row.world[1:2], *row.world[3:], 0)
+                and tuple(map(tuple, r["options"])) == row.world[2]
+                and math.isfinite(r["loss"])
+            )
+            below.plot(*zip(*tried, strict=True), style, marker=".", color=colours[row.label], label=row.label)
+        above.set(title=f"{name}: validation loss (part), best lr, 4 workers", xlabel="step", yscale="log")
+        below.set(title=f"{name}: final loss by peak lr, seed 0", xlabel="lr", xscale="log", yscale="log")
+        above.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "convergence_curves.png", dpi=110)
+    plt.close(figure)
+
+    figure, axes = plt.subplots(1, len(names), figsize=(4.6 * len(names), 3.8), squeeze=False)
+    for axis, name in zip(axes[0], names, strict=True):
+        for label in sorted({row.label for row in plain if row.world[0] == name and row.gap is not None}):
+            points = sorted(
+                (row.world[3], 100 * row.gap)
+                for row in plain
+                if row.world[0] == name and row.label == label and row.gap is not None and math.isfinite(row.gap)
+            )
+            axis.plot(*zip(*points, strict=True), marker="o", color=colours[label], label=label)
+        axis.axhspan(-100, 1, color="0.9", zorder=0)
+        axis.axhline(2, color="0.7", linestyle=":")
+        axis.set(title=f"{name}: gap to the uncompressed twin", xlabel="workers", ylabel="%", xscale="log")
+        low, high = axis.get_ylim()
+        axis.set_ylim(max(low, -8), min(max(high, 3), 30))
+        axis.set_xticks([2, 4, 16, 64], ["2", "4", "16", "64"])
+        axis.legend(fontsize=6)
+    figure.tight_layout()
+    figure.savefig(RESULTS / "convergence_workers.png", dpi=110)
+    plt.close(figure)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=list(studies()), default=list(studies()), help="studies to run")
+    parser.add_argument("--report", action="store_true", help="run nothing: tables and plots from the runs there are")
+    parser.add_argument("--processes", type=int, default=2, help="chains at a time, each on one core")
+    options = parser.parse_args()
+    if not options.report:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        run_studies(options.only, options.processes)
+    report()
+
+
+if __name__ == "__main__":
+    main()
