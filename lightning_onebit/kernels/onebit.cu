@@ -23,7 +23,10 @@ typedef unsigned long long u64;
 
 #define MEMBER __device__ __forceinline__
 #define DEVICE static MEMBER
-#define KERNEL extern "C" __global__ void __launch_bounds__(256)
+// The number is a bound on registers: with fewer, more threads share a multiprocessor; too few, and some would live in memory.
+#define KERNEL extern "C" __global__ void __launch_bounds__(256, 1)
+#define KERNEL_128 extern "C" __global__ void __launch_bounds__(256, 2)
+#define KERNEL_84 extern "C" __global__ void __launch_bounds__(256, 3)
 
 static const int kPlanes = 32;
 static const int kChunks = 8;  // 16-byte vectors of a thread: 32 planes * W lanes / (W threads * 4 elements)
@@ -551,20 +554,20 @@ KERNEL onebit_compress_packed(COMPRESS_PARAMETERS) {
   compress<kPacked>(x, scratch);
 }
 // for W % 4 == 0, W <= 256 and flats at multiples of 16 bytes
-KERNEL onebit_compress_vectors_none(COMPRESS_PARAMETERS) {
+KERNEL_128 onebit_compress_vectors_none(COMPRESS_PARAMETERS) {
   const CompressArguments x = COMPRESS_ARGUMENTS;
   compress_vectors<kNone>(x);
 }
-KERNEL onebit_compress_vectors_flat(COMPRESS_PARAMETERS) {
+KERNEL_128 onebit_compress_vectors_flat(COMPRESS_PARAMETERS) {
   const CompressArguments x = COMPRESS_ARGUMENTS;
   compress_vectors<kFlat>(x);
 }
-KERNEL onebit_compress_vectors_packed(COMPRESS_PARAMETERS) {
+KERNEL_128 onebit_compress_vectors_packed(COMPRESS_PARAMETERS) {
   const CompressArguments x = COMPRESS_ARGUMENTS;
   compress_vectors<kPacked>(x);
 }
 
-KERNEL onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, float* d, char* out_raw,
+KERNEL_128 onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, float* d, char* out_raw,
                      i64 out_stride, float inv_n, char* scratch) {
   const Here h = here(block_size, blocks);
   float* residual = d + h.block * block_size;
@@ -742,7 +745,7 @@ KERNEL onebit_grad_stats_total(i64 pieces, const double* sums, i64 tensors, cons
 // ----- entry points: decompress and apply -------------------------------------------------------------------------------------
 
 // x = x*decay - (+-(t*r)), t = alpha*s ; -t * r == -(t * r)
-KERNEL onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
+KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
                          i64 stride, i64 per_row, const float* r, const float* decay, const float* alpha) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
@@ -792,7 +795,7 @@ KERNEL onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const i
 
 // old: flat (old) or packed (old_raw). factors: rows b1, i1, b2, o2, c2, eps, alpha, wd of `blocks` each.
 // result: (blocks, 3): sum of squares of up, of u, largest ratio
-KERNEL onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
+KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
                           i64 stride, i64 per_row, const float* old, char* old_raw, i64 old_stride, i64 old_per_row,
                           const float* r, float* fresh, const float* factors, float* result, char* scratch) {
   const Here h = here(block_size, blocks);
@@ -861,7 +864,7 @@ KERNEL onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, const 
 }
 
 // x = x - step*u, u = (+-(alpha*s))*r + wd*x
-KERNEL onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
+KERNEL_84 onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
                          i64 stride, i64 per_row, const float* r, const float* alpha, const float* wd, const float* step) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
@@ -925,7 +928,7 @@ DEVICE void local_update(const LocalFactors& f, float g, float r, float& m, floa
   anchor = mul(anchor, f.decay);
 }
 
-KERNEL onebit_local_step(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
+KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
                          const Span* gradients, float* m, float* u, const float* r, float* anchor, const float* factors) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
@@ -988,7 +991,7 @@ DEVICE float uniform(u32 h) {  // exact
 }
 
 // m = b*m + o*g ; a = b*a + o*|g| ; bit: not m > a*U
-KERNEL onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* b, const float* o, const float* g,
+KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* b, const float* o, const float* g,
                      const int* block_span, const Span* spans, float* m, float* a, i64 key0, i64 key1, i64 first_block,
                      char* out_raw, i64 out_stride, i64 out_per_row) {
   const Here h = here(block_size, blocks);

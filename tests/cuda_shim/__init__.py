@@ -30,7 +30,7 @@ ORDERS = {"forward": 0, "backward": 1, "shuffled": 2}
 
 def kernel_names() -> list[str]:
     """Names of all kernels in onebit.cu."""
-    return re.findall(r"^KERNEL (\w+)\(", SOURCE.read_text(), re.MULTILINE)
+    return re.findall(r"^KERNEL\w* (\w+)\(", SOURCE.read_text(), re.MULTILINE)
 
 
 def compiler() -> str | None:
@@ -47,7 +47,7 @@ def build(source: str | None = None) -> Path:
     text = SOURCE.read_text() if source is None else source
     cxx = compiler()
     assert cxx is not None
-    names = re.findall(r"^KERNEL (\w+)\(", text, re.MULTILINE)
+    names = re.findall(r"^KERNEL\w* (\w+)\(", text, re.MULTILINE)
     parts = [text, *((HERE / name).read_text() for name in ("shim.h", "runner.h")), *FLAGS, cxx]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
     directory = Path(tempfile.gettempdir()) / f"onebit-cuda-shim-{os.getuid()}"

@@ -28,7 +28,7 @@ static_assert(sizeof(long long) == 8 && sizeof(void*) == 8, "as on the GPU");
 #define __device__
 #define __shared__
 #define __forceinline__ inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 
 struct alignas(16) float4 { float x, y, z, w; };
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
