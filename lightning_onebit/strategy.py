@@ -360,7 +360,7 @@ class OnebitMixin(_Base):
         size = self._ranks_per_node
         if size is None:
             # all of them, gathered: a node that was started with fewer ranks than the others must not go unnoticed
-            mine = torch.tensor([self.node_rank], device=self.root_device)
+            mine = torch.tensor([self._node_of_this_rank()], device=self.root_device)
             layout = [torch.empty_like(mine) for _ in range(world)]
             dist.all_gather(layout, mine)
             nodes = [int(node) for node in layout]
@@ -385,6 +385,9 @@ class OnebitMixin(_Base):
             )
         # one node alone has nothing to exchange between nodes: its ranks exchange flat
         return size if size < world else 1
+
+    def _node_of_this_rank(self) -> int:
+        return int(self.node_rank)
 
     def _connect_dense(self) -> Transport:
         assert self._run is not None

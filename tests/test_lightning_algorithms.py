@@ -1,0 +1,296 @@
+"""All four algorithms through the Trainer: flat and hierarchical, and what lookers see between local steps of 0/1 Adam."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import run_ranks
+from lightning_support import (
+    differing,
+    enter,
+    loader,
+    make_module,
+    norm_net,
+    quiet_trainer,
+    same_on_all_ranks,
+    strategy_class,
+)
+
+import lightning_onebit as ob
+
+LOCAL = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "onebit_adam": {"freeze_step": 2},
+    "onebit_lamb": {"freeze_step": 2, "max_coeff": 0.3},
+    "zero_one_adam": LOCAL,
+    "binsgdm": {"server": "mean", "seed": 3},
+}
+
+
+def factory(module: Any) -> Any:
+    return module.trainer.strategy.optimizer(module.parameters(), lr=1e-2, weight_decay=0.01)
+
+
+def fit(pl: Any, strategy: Any, configure: Any = factory, net: Any = norm_net, **kwargs: Any) -> tuple[Any, Any]:
+    attributes = kwargs.pop("attributes", {})
+    module = make_module(pl, configure, net, **attributes)
+    trainer = quiet_trainer(pl, strategy, **{"max_epochs": 4, **kwargs})
+    trainer.fit(module, loader(samples=96, batch=4), loader(samples=16))
+    return trainer, module
+
+
+def algorithm_rank(rank: int, world: int, algorithm: str, ranks_per_node: int | None) -> dict[str, Any]:
+    pl = enter(rank)
+    strategy = strategy_class()(algorithm, ranks_per_node=ranks_per_node, block_size=64, **OPTIONS[algorithm])
+    different: list[str] = []
+
+    def on_train_batch_end(module: Any, *_: Any) -> None:
+        different.extend(same_on_all_ranks(dict(module.net.named_parameters())))
+
+    _, module = fit(pl, strategy, max_steps=11, attributes={"on_train_batch_end": on_train_batch_end})
+    (optimizer,) = strategy.onebit_optimizers
+    total = optimizer.ledger.total
+    return {
+        "different": different,
+        "class": type(optimizer).__name__,
+        "steps": optimizer.steps,
+        "compressed": optimizer.ledger.compressed_steps,
+        "dense": optimizer.ledger.dense_steps,
+        "sent": total.bytes_sent,
+        "intra": total.bytes_intra,
+        "finite": all(bool(torch.isfinite(p).all()) for p in module.parameters()),
+        "moved": float(
+            (module.net[0].weight.detach() - make_module(pl, factory, norm_net).net[0].weight.detach()).abs().max()
+        ),
+    }
+
+
+@pytest.mark.parametrize("algorithm", list(OPTIONS))
+@pytest.mark.parametrize(("world", "ranks_per_node"), [(2, None), (4, 2)])
+def test_every_algorithm_trains_replicas_that_everybody_sees_equal(
+    algorithm: str, world: int, ranks_per_node: int | None
+) -> None:
+    for result in run_ranks(algorithm_rank, world, algorithm, ranks_per_node):
+        assert result["different"] == []
+        assert result["steps"] == 11 and result["finite"] and result["moved"] > 1e-3
+        assert result["compressed"] >= 7 and result["sent"] > 0
+        assert (result["dense"] > 0) == (algorithm != "binsgdm")
+        assert (result["intra"] > 0) == (ranks_per_node is not None)
+
+
+class Looker:
+    """Evaluates, saves and averages weights in the middle of local steps, as callbacks do."""
+
+    def __init__(self, looks: bool) -> None:
+        self.looks = looks
+        self.seen_different: list[str] = []
+        self.mid_local = 0
+
+    def methods(self) -> dict[str, Any]:
+        looker = self
+
+        def look(module: Any) -> None:
+            (optimizer,) = module.trainer.strategy.onebit_optimizers
+            looker.mid_local += optimizer.mid_local
+            looker.seen_different += same_on_all_ranks(dict(module.net.named_parameters()))
+
+        def on_train_batch_end(module: Any, *_: Any) -> None:
+            if looker.looks:
+                look(module)
+                module.trainer.strategy.lightning_module_state_dict()
+                module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+
+        def on_validation_epoch_start(module: Any) -> None:
+            if looker.looks and not module.trainer.sanity_checking:
+                look(module)
+
+        def on_train_end(module: Any) -> None:
+            look(module)
+
+        return {
+            "on_train_batch_end": on_train_batch_end,
+            "on_validation_epoch_start": on_validation_epoch_start,
+            "on_train_end": on_train_end,
+        }
+
+
+def looking_rank(rank: int, world: int, looks: bool, accumulate: int, average: bool) -> dict[str, Any]:
+    pl = enter(rank)
+    looker = Looker(looks)
+    callbacks = []
+    if average:
+        from lightning.pytorch.callbacks import EMAWeightAveraging
+
+        callbacks.append(EMAWeightAveraging(decay=0.5))
+    strategy = strategy_class()("zero_one_adam", block_size=64, **LOCAL)
+    kwargs = {"val_check_interval": 2 * accumulate, "accumulate_grad_batches": accumulate} if looks else {}
+    kwargs.setdefault("accumulate_grad_batches", accumulate)
+    trainer, module = fit(
+        pl, strategy, max_steps=10, attributes=looker.methods(), callbacks=callbacks, limit_val_batches=1, **kwargs
+    )
+    (optimizer,) = strategy.onebit_optimizers
+    final = {name: p.detach().clone() for name, p in module.net.named_parameters()}
+    owns = all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in module.parameters() if p.numel())
+    optimizer.show_local()
+    own = {name: p.detach().clone() for name, p in module.net.named_parameters()}
+    return {
+        "different": looker.seen_different,
+        "mid_local": looker.mid_local,
+        "final": final,
+        "own": own,
+        "owns": owns,
+        "steps": optimizer.steps,
+        "silent": optimizer.ledger.total.collectives,
+    }
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_training_goes_on_as_if_nobody_had_looked_between_local_steps(accumulate: int) -> None:
+    looked = run_ranks(looking_rank, 2, True, accumulate, False)
+    alone = run_ranks(looking_rank, 2, False, accumulate, False)
+    for a, b in zip(looked, alone, strict=True):
+        assert a["mid_local"] > 1, "nobody looked between local steps"
+        assert a["different"] == b["different"] == []
+        assert differing(a["final"], b["final"]) == []
+        assert differing(a["own"], b["own"]) == []
+        assert a["owns"] and a["steps"] == 10
+    assert differing(looked[0]["final"], looked[1]["final"]) == []
+    # step 10 is in the middle of a gap: each rank has weights of its own beside what is shown
+    assert differing(looked[0]["own"], looked[1]["own"]) != []
+
+
+def test_weight_averaging_callbacks_average_the_model_that_ranks_share() -> None:
+    for result in run_ranks(looking_rank, 2, True, 1, True):
+        assert result["different"] == [] and result["mid_local"] > 1
+
+
+def hierarchy_error_rank(rank: int, world: int, options: dict[str, Any]) -> str:
+    pl = enter(rank)
+    try:
+        fit(pl, strategy_class()("onebit_adam", freeze_step=2, **options), max_steps=3)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks_per_node": 3}, "ranks_per_node=3 does not divide the 4 ranks"),
+        ({"hierarchical": True}, "hierarchical=True cannot take effect: 4 ranks with 4 per node"),
+        ({"hierarchical": True, "ranks_per_node": 1}, "hierarchical=True cannot take effect: 4 ranks with 1 per node"),
+    ],
+)
+def test_a_hierarchy_that_cannot_be_raises_on_every_rank(options: dict[str, Any], message: str) -> None:
+    for text in run_ranks(hierarchy_error_rank, 4, options):
+        assert text.startswith("MisconfigurationException") and message in text
+
+
+def layout_rank(rank: int, world: int, nodes: list[int]) -> str:
+    """What the strategy makes of the nodes that ranks are on."""
+    pl = enter(rank)
+
+    class Cluster(strategy_class()):  # type: ignore[misc]
+        def _node_of_this_rank(self) -> int:
+            return nodes[rank]
+
+    strategy = Cluster("onebit_adam", freeze_step=2)
+    try:
+        trainer, _ = fit(pl, strategy, max_steps=4)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    (optimizer,) = strategy.onebit_optimizers
+    return f"intra {optimizer.ledger.total.bytes_intra > 0}"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ([0, 0, 1, 1], "intra True"),
+        ([0, 0, 0, 0], "intra False"),
+        ([0, 1, 2, 3], "intra False"),
+        ([0, 0, 0, 1], "ranks per node [3, 1]"),
+        ([0, 1, 0, 1], "nodes of ranks 0, 1, ...: [0, 1, 0, 1]"),
+    ],
+)
+def test_auto_follows_the_nodes_of_the_cluster_and_uneven_ones_raise(nodes: list[int], expected: str) -> None:
+    for text in run_ranks(layout_rank, 4, nodes):
+        assert expected in text
+
+
+def test_names_and_aliases_are_listed_and_registered() -> None:
+    names = ob.available_strategies()
+    from lightning.pytorch.strategies import StrategyRegistry
+
+    for name in ("onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm", "birder"):
+        for suffix in ("", "_spawn", "_fork", "_notebook"):
+            assert name + suffix in names and name + suffix in StrategyRegistry
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "message"),
+    [
+        ("onebit_adam", {"max_coeff": 0.3}, "max_coeff=0.3 is no option of 'onebit_adam': 'onebit_lamb' has it"),
+        ("binsgdm", {"freeze_step": 5}, "freeze_step=5 is no option of 'binsgdm'"),
+        ("zero_one_adam", {"freeze_step": 5}, "freeze_step=5 is no option of 'zero_one_adam'"),
+        ("zero_one_adam", {"local_step_policy": "often"}, "local_step_policy='often' is unknown"),
+        (
+            "zero_one_adam",
+            {"local_step_policy": "learning_rate", "local_step_scaler": 5},
+            "local_step_scaler=5 has no effect",
+        ),
+        ("onebit_lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff=2.0 is out of range"),
+        ("birder", {"server": "median"}, "server='median' is unknown"),
+        ("onebit_adam", {"overlap": "backward", "max_grad_norm": 1.0}, "max_grad_norm=1.0 needs all gradients"),
+        ("onebit_adam", {"hierarchical": "maybe"}, "hierarchical='maybe' is unknown"),
+        ("onebit_adam", {"hierarchical": False, "ranks_per_node": 2}, "ranks_per_node=2 has no effect"),
+        ("onebit_adam", {"ranks_per_node": 0}, "ranks_per_node=0 is out of range"),
+    ],
+)
+def test_options_that_cannot_take_effect_raise_on_construction(
+    algorithm: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError) as raised:
+        strategy_class()(algorithm, **options)
+    assert message in str(raised.value)
+
+
+def conversion_rank(rank: int, world: int, algorithm: str) -> str:
+    pl = enter(rank)
+    strategy = strategy_class()(algorithm, **OPTIONS[algorithm])
+    try:
+        fit(pl, strategy, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3), max_steps=3)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return type(strategy.onebit_optimizers[0]).__name__
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        ("zero_one_adam", "ZeroOneAdam"),
+        ("onebit_lamb", "lightning_onebit.OnebitLamb(params, ...)"),
+        ("binsgdm", "lightning_onebit.BinSGDM(params, ...)"),
+    ],
+)
+def test_adamw_is_converted_where_it_can_be_and_elsewhere_the_error_shows_the_line(
+    algorithm: str, expected: str
+) -> None:
+    for text in run_ranks(conversion_rank, 2, algorithm):
+        assert expected in text
+
+
+def default_freeze_rank(rank: int, world: int) -> dict[str, Any]:
+    pl = enter(rank)
+    strategy = strategy_class()("zero_one_adam")
+    _, module = fit(pl, strategy, max_steps=10)
+    (optimizer,) = strategy.onebit_optimizers
+    return {"phase": optimizer.phase.value, "frozen_at": optimizer.sync_policy.frozen_at}
+
+
+def test_without_a_freeze_the_variance_of_zero_one_adam_freezes_by_the_default_callback() -> None:
+    for result in run_ranks(default_freeze_rank, 2):
+        assert result == {"phase": "local", "frozen_at": 2}
