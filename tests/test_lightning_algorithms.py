@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from harness import run_ranks
 from lightning_support import (
     differing,
@@ -128,7 +127,7 @@ def looking_rank(rank: int, world: int, looks: bool, accumulate: int, average: b
     strategy = strategy_class()("zero_one_adam", block_size=64, **LOCAL)
     kwargs = {"val_check_interval": 2 * accumulate, "accumulate_grad_batches": accumulate} if looks else {}
     kwargs.setdefault("accumulate_grad_batches", accumulate)
-    trainer, module = fit(
+    _trainer, module = fit(
         pl, strategy, max_steps=10, attributes=looker.methods(), callbacks=callbacks, limit_val_batches=1, **kwargs
     )
     (optimizer,) = strategy.onebit_optimizers
@@ -199,7 +198,7 @@ def layout_rank(rank: int, world: int, nodes: list[int]) -> str:
 
     strategy = Cluster("onebit_adam", freeze_step=2)
     try:
-        trainer, _ = fit(pl, strategy, max_steps=4)
+        _trainer, _ = fit(pl, strategy, max_steps=4)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     (optimizer,) = strategy.onebit_optimizers
@@ -286,7 +285,7 @@ def test_adamw_is_converted_where_it_can_be_and_elsewhere_the_error_shows_the_li
 def default_freeze_rank(rank: int, world: int) -> dict[str, Any]:
     pl = enter(rank)
     strategy = strategy_class()("zero_one_adam")
-    _, module = fit(pl, strategy, max_steps=10)
+    _, _module = fit(pl, strategy, max_steps=10)
     (optimizer,) = strategy.onebit_optimizers
     return {"phase": optimizer.phase.value, "frozen_at": optimizer.sync_policy.frozen_at}
 
