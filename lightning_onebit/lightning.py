@@ -6,10 +6,19 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin
 from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
+from lightning_onebit.callbacks.guard import DivergenceGuardMixin
+from lightning_onebit.callbacks.probe import LinkProbeMixin
 from lightning_onebit.callbacks.stats import CompressionStatsMixin
 from lightning_onebit.strategy import OnebitMixin
 
-__all__ = ["CompressionStats", "OnebitStrategy", "ReplicaConsistency", "VarianceFreeze"]
+__all__ = [
+    "CompressionStats",
+    "DivergenceGuard",
+    "LinkProbe",
+    "OnebitStrategy",
+    "ReplicaConsistency",
+    "VarianceFreeze",
+]
 
 
 class VarianceFreeze(VarianceFreezeMixin, Callback):  # noqa: D101  the mixin's
@@ -22,6 +31,14 @@ class CompressionStats(CompressionStatsMixin, Callback):  # noqa: D101  the mixi
 
 class ReplicaConsistency(ReplicaConsistencyMixin, Callback):  # noqa: D101  the mixin's
     __doc__ = ReplicaConsistencyMixin.__doc__
+
+
+class DivergenceGuard(DivergenceGuardMixin, Callback):  # noqa: D101  the mixin's
+    __doc__ = DivergenceGuardMixin.__doc__
+
+
+class LinkProbe(LinkProbeMixin, Callback):  # noqa: D101  the mixin's
+    __doc__ = LinkProbeMixin.__doc__
 
 
 class OnebitStrategy(OnebitMixin, DDPStrategy):  # noqa: D101  the mixin's

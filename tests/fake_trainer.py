@@ -37,6 +37,10 @@ class FakeTrainer:
         self.is_global_zero = True
         self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
 
+    @property
+    def global_step(self) -> int:
+        return self.fit_loop.epoch_loop._batches_that_stepped
+
     def start(self, callback: Any, module: Any = None) -> None:
         if callback not in self.callbacks:
             self.callbacks.append(callback)

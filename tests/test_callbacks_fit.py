@@ -114,9 +114,10 @@ class _Said:
 
     def __init__(self) -> None:
         self.lines: list[str] = []
-        for name in ("freeze", "stats"):
+        for name in ("freeze", "stats", "guard", "probe"):
             module = importlib.import_module(f"lightning_onebit.callbacks.{name}")
-            module.rank_zero_info = self.lines.append  # type: ignore[attr-defined]
+            for say in ("rank_zero_info", "rank_zero_warn"):
+                setattr(module, say, self.lines.append)
 
 
 def _counts(trainer: Any) -> list[tuple[int, int]]:
@@ -209,6 +210,24 @@ def _resumed(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     }
 
 
+def _guarded(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    """The loss jumps in batches 8 to 11 (of 24): four dense steps follow, then compression again."""
+    said = _Said()
+    model = _model(ns)
+    step = model.training_step
+    model.training_step = lambda batch, batch_idx: step(batch, batch_idx) * (50.0 if 8 <= batch_idx < 12 else 1.0)
+    callbacks = [
+        ns.ob.LinkProbe(0.05, repeats=1, watch_steps=1, timeout=30),
+        ns.ob.VarianceFreeze(step=4),
+        ns.ob.DivergenceGuard(4, loss_factor=20.0, dense_steps=4, timeout=30),
+        ns.ob.ReplicaConsistency(1),
+    ]
+    trainer = _trainer(ns, callbacks)
+    trainer.fit(model, _loader(24))
+    report = callbacks[0].report
+    return {"counts": _counts(trainer), "said": said.lines, "report": (report.ranks, report.elements)}
+
+
 def _spoiled(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     class Spoil(ns.pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
@@ -250,7 +269,7 @@ class _Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             yield torch.randn(32), 0
 
 
-_SCENARIOS = [_fixed, _accumulated, _auto, _default, _several, _resumed, _spoiled, _refused]
+_SCENARIOS = [_fixed, _accumulated, _auto, _default, _several, _resumed, _guarded, _spoiled, _refused]
 
 
 def _all_scenarios(rank: int, world: int, package: str, directory: str) -> dict[str, Any]:
@@ -359,6 +378,20 @@ def test_the_automatic_rule_goes_on_from_a_checkpoint(fits: list[dict[str, Any]]
         assert len(resumed["switches"]) == 2 and all("has settled" in line for line in resumed["switches"])
 
 
+def test_a_blow_up_is_survived_by_dense_steps_with_equal_replicas(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        assert result["_guarded"]["counts"] == [(4 + 4, 8 + 8)]
+    said = fits[0]["_guarded"]["said"]
+    assert sum("DivergenceGuard: after step 12" in line for line in said) == 1
+    assert sum("freezes its refreshed variance" in line for line in said) == 1
+
+
+def test_the_link_is_measured_before_training(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        assert result["_guarded"]["report"] == (2, 32 * 64 + 64 + 64 * 4 + 4)
+    assert fits[0]["_guarded"]["said"][0].startswith("LinkProbe: 2 ranks, 2,372 parameters")
+
+
 def test_a_spoiled_replica_stops_the_run_on_all_ranks_and_is_named(fits: list[dict[str, Any]]) -> None:
     for result in fits:
         step, message = result["_spoiled"]
@@ -415,7 +448,9 @@ def test_callbacks_are_those_of_the_tree_the_user_has_loaded(tree: str, package_
     assert _python(code).strip() == "set()", "the tree that is not used must not be imported"
 
 
-@pytest.mark.parametrize("name", ["VarianceFreeze(step=2)", "CompressionStats()", "ReplicaConsistency()"])
+@pytest.mark.parametrize(
+    "name", ["VarianceFreeze(step=2)", "CompressionStats()", "ReplicaConsistency()", "LinkProbe()", "DivergenceGuard()"]
+)
 @pytest.mark.parametrize("tree", TREES)
 def test_a_callback_of_the_wrong_tree_is_refused_with_the_right_import(tree: str, name: str) -> None:
     for package in TREES:
@@ -441,7 +476,9 @@ def test_a_callback_of_the_wrong_tree_is_refused_with_the_right_import(tree: str
 
 def test_an_unknown_callback_name_is_an_attribute_error_that_lists_the_names() -> None:
     callbacks = importlib.import_module("lightning_onebit.callbacks")
-    with pytest.raises(AttributeError, match=r"NoSuch.*CompressionStats, ReplicaConsistency, VarianceFreeze"):
+    with pytest.raises(
+        AttributeError, match=r"NoSuch.*CompressionStats, DivergenceGuard, LinkProbe, ReplicaConsistency"
+    ):
         _ = callbacks.NoSuch
 
 
@@ -482,6 +519,8 @@ def test_a_configuration_file_names_the_callbacks_by_class_path(tree: str, tmp_p
             - class_path: lightning_onebit.callbacks.CompressionStats
               init_args: {residual_every_n_steps: null, figure: curves.png}
             - class_path: lightning_onebit.callbacks.ReplicaConsistency
+            - class_path: lightning_onebit.callbacks.LinkProbe
+            - class_path: lightning_onebit.callbacks.DivergenceGuard
         """)
     )
     code = f"""
@@ -495,7 +534,7 @@ def test_a_configuration_file_names_the_callbacks_by_class_path(tree: str, tmp_p
         again = cli.parser.dump(cli.config)
         open({str(tmp_path / "again.yaml")!r}, "w").write(again)
         cli = LightningCLI(BoringModel, run=False, args=["--config", {str(tmp_path / "again.yaml")!r}])
-        print([type(callback).__module__ for callback in cli.trainer.callbacks[:3]])
+        print([type(callback).__module__ for callback in cli.trainer.callbacks[:5]])
     """
     bound = "lightning_onebit." + tree.split(".")[0]
-    assert _python(code).splitlines() == ["auto 0.3 None curves.png 1000", str([bound] * 3)]
+    assert _python(code).splitlines() == ["auto 0.3 None curves.png 1000", str([bound] * 5)]

@@ -1,4 +1,4 @@
-"""Callbacks: when compression begins, what it saves, and whether the replicas stay equal.
+"""Callbacks: when compression begins, whether it pays, what it saves, and whether the run stays sound.
 
 The logic is in mixins that import no Lightning class. ``lightning_onebit.callbacks.VarianceFreeze`` and its siblings are
 the mixins bound to the Lightning tree the user has loaded; ``lightning_onebit.lightning`` and
@@ -12,9 +12,15 @@ from typing import TYPE_CHECKING, Any
 from lightning_onebit._trees import bound_module
 
 if TYPE_CHECKING:
-    from lightning_onebit.lightning import CompressionStats, ReplicaConsistency, VarianceFreeze
+    from lightning_onebit.lightning import (
+        CompressionStats,
+        DivergenceGuard,
+        LinkProbe,
+        ReplicaConsistency,
+        VarianceFreeze,
+    )
 
-__all__ = ["CompressionStats", "ReplicaConsistency", "VarianceFreeze"]
+__all__ = ["CompressionStats", "DivergenceGuard", "LinkProbe", "ReplicaConsistency", "VarianceFreeze"]
 
 
 def __getattr__(name: str) -> Any:

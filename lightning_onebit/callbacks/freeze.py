@@ -19,6 +19,7 @@ from lightning_onebit.callbacks._common import (
     optimizer_name,
     stepped_batches,
 )
+from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 
 DEFAULT_THRESHOLD = 0.96
 DEFAULT_MAX_FRACTION = 0.2
@@ -149,6 +150,7 @@ class _Watch:
         return {
             "offset": self.offset,
             "seen": self.seen,
+            "done": self.done,
             "norms": dict(rule.norms),
             "learning_rates": list(lr.learning_rates),
             "last_rise": lr.last_rise,
@@ -156,7 +158,7 @@ class _Watch:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.seen = state["seen"]
+        self.seen, self.done = state["seen"], state["done"]
         self.rule.norms = dict(state["norms"])
         self.learning_rate = LearningRateWatch(list(state["learning_rates"]), state["last_rise"], state["longest_gap"])
 
@@ -286,7 +288,10 @@ class VarianceFreezeMixin:
             if restored:
                 watch.restore(restored)
             self._watches.append(watch)
-            if _in_warmup(optimizer):
+            # Frozen before and warming up again: a fallback of DivergenceGuard, which ends it (if it is still there).
+            guarded = any(isinstance(callback, DivergenceGuardMixin) for callback in trainer.callbacks)
+            watch.done = watch.done and guarded
+            if _in_warmup(optimizer) and not watch.done:
                 rank_zero_info(self._forecast(trainer, watch))
                 watch.handle = optimizer.register_step_post_hook(partial(self._after_step, trainer, watch))
                 # A resumed run may be past the step that the callback asks for by now.

@@ -1,0 +1,264 @@
+"""``DivergenceGuard``: back to dense steps when a run blows up after the freeze."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_onebit.callbacks._common import (
+    check_count,
+    check_number,
+    check_trainer,
+    compressed_optimizers,
+    misconfiguration,
+    optimizer_name,
+)
+from lightning_onebit.comm import ByteLedger, Topology, Transport
+from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, Phase
+
+DEFAULT_LOSS_FACTOR = 1.5
+DEFAULT_RESIDUAL_LIMIT = 10.0
+
+
+def thaw(optimizer: OnebitOptimizer) -> None:
+    """Takes a frozen optimizer back into its warm-up: dense steps, and a variance that learns again.
+
+    Weights, momentum and step counts stay. The variance goes on from its frozen value (with the floor of the denominators,
+    which cold coordinates keep until they have learned better), rescaled so that its bias-corrected value does not jump.
+    Residuals are dropped: a dense step owes nothing. Takes memory for a copy of the optimizer's state while it works.
+
+    Args:
+        optimizer: ``OnebitAdam`` or ``OnebitLamb`` without a ``freeze_step`` of its own.
+
+    Raises:
+        TypeError: another kind of optimizer.
+        ValueError: the optimizer has a ``freeze_step`` (and would freeze again at once), or is not frozen.
+    """
+    if not isinstance(optimizer, (OnebitAdam, OnebitLamb)):
+        raise TypeError(f"thaw() knows OnebitAdam and OnebitLamb, got {type(optimizer).__name__}.")
+    if optimizer.freeze_step is not None or optimizer.phase is not Phase.COMPRESSED:
+        raise ValueError(
+            f"thaw() needs a frozen optimizer without a freeze_step, got phase {optimizer.phase.value!r} and freeze_step="
+            f"{optimizer.freeze_step}."
+        )
+    state = optimizer.state_dict()
+    books = state["onebit"]
+    frozen = {int(index): steps for index, steps in books.pop("variance_steps", {}).items()}
+    beta2 = {i: group["betas"][1] for group in state["param_groups"] for i in group["params"]}
+    for index, values in state["state"].items():
+        values.pop("reciprocal_denominator", None)
+        if optimizer.settings["bias_correction"] and index in frozen:
+            now, then = (1 - beta2[index] ** max(1, steps) for steps in (int(values["step"]), frozen[index]))
+            values["exp_avg_sq"].mul_(now / then)
+    books["phase"] = Phase.WARMUP.value
+    optimizer.load_state_dict(state)
+
+
+class DivergenceGuardMixin:
+    """Watches loss and residuals while steps are compressed, and falls back to dense steps when they blow up.
+
+    Every ``every_n_steps`` batches the ranks compare notes (24 bytes each), and judge if all those steps were compressed.
+    A blow-up is a mean loss that is not finite or
+    exceeds the best one so far by more than ``loss_factor - 1`` times its size, or a worker residual larger than
+    ``residual_limit`` times the momentum on any rank. Then all compressed optimizers take dense steps again, which clears
+    the residuals and lets the variance learn what has changed; after ``dense_steps`` of them they freeze anew. After
+    ``max_fallbacks`` the run stays dense. Every switch is announced, and all ranks make it together.
+
+    For 1-bit Adam and 1-bit LAMB, with the freeze made by ``VarianceFreeze`` (or by the default).
+
+    Args:
+        every_n_steps: batches between two looks.
+        loss_factor: how many times the best mean loss counts as a blow-up, more than 1; None: do not look at the loss.
+        residual_limit: largest residual norm, relative to the momentum's; None: do not look at residuals.
+        dense_steps: dense steps of a fallback; None takes ``1/(1 - beta2)``, the memory of the variance.
+        max_fallbacks: fallbacks after which the run stays dense.
+        timeout: seconds to wait for the other ranks.
+
+    Raises:
+        TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
+        ValueError: an option is out of range, or nothing is looked at.
+        MisconfigurationException: (when fitting starts) an optimizer of another algorithm, or with its own
+            ``freeze_step``; (at the first batch) ``training_step`` returns no loss although ``loss_factor`` is set.
+        CollectiveTimeout: (while training) a rank did not take part in time.
+
+    Example:
+        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(fraction=0.15), DivergenceGuard()])
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        *,
+        loss_factor: float | None = DEFAULT_LOSS_FACTOR,
+        residual_limit: float | None = DEFAULT_RESIDUAL_LIMIT,
+        dense_steps: int | None = None,
+        max_fallbacks: int = 3,
+        timeout: float = 600.0,
+    ) -> None:
+        super().__init__()
+        check_count("every_n_steps", every_n_steps)
+        if loss_factor is not None:
+            check_number(
+                "loss_factor", loss_factor, 1, math.inf, "give how many times the best loss is too much, or None"
+            )
+        if residual_limit is not None:
+            check_number(
+                "residual_limit", residual_limit, 0, math.inf, "give a multiple of the momentum's norm, or None"
+            )
+        if loss_factor is None and residual_limit is None:
+            raise ValueError(
+                "`loss_factor=None` and `residual_limit=None`: DivergenceGuard would look at nothing; give one of them."
+            )
+        if dense_steps is not None:
+            check_count("dense_steps", dense_steps)
+        check_count("max_fallbacks", max_fallbacks)
+        check_number("timeout", timeout, 0, 1e9, "give seconds")
+        self.every_n_steps = every_n_steps
+        self.loss_factor = loss_factor
+        self.residual_limit = residual_limit
+        self.dense_steps = dense_steps
+        self.max_fallbacks = max_fallbacks
+        self.timeout = timeout
+        self.fallbacks = 0
+        self.best_loss = math.inf
+        self._refreeze_at: dict[int, int] = {}
+        self._losses: list[torch.Tensor] = []
+        self._batches = 0
+        self._compressed = 0
+        self._transport: Transport | None = None
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses a Trainer of the other Lightning tree and a strategy that compresses nothing."""
+        if stage == "fit":
+            check_trainer(self, trainer)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Refuses optimizers that cannot fall back."""
+        optimizers = compressed_optimizers(self, trainer)
+        for index, optimizer in enumerate(optimizers):
+            name = optimizer_name(index, len(optimizers), optimizer)
+            if not isinstance(optimizer, (OnebitAdam, OnebitLamb)):
+                raise misconfiguration(
+                    trainer,
+                    f"DivergenceGuard falls back to a dense warm-up, which {name} does not have: use onebit_adam or "
+                    "onebit_lamb, or remove DivergenceGuard.",
+                )
+            if optimizer.freeze_step is not None:
+                raise misconfiguration(
+                    trainer,
+                    f"{name} has freeze_step={optimizer.freeze_step} and would freeze again at once after a fallback of "
+                    "DivergenceGuard: give VarianceFreeze(step=...) instead.",
+                )
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Connects the ranks."""
+        bound = timedelta(seconds=self.timeout)
+        self._transport = Transport(Topology.create(), ByteLedger(), bound, name="DivergenceGuard")
+        self._losses, self._batches, self._compressed = [], 0, 0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Collects the loss, looks when it is time, and ends a fallback."""
+        optimizers = trainer.strategy.onebit_optimizers
+        self._batches += 1
+        compressed = any(o.ledger.last is not None and not o.ledger.last.dense for o in optimizers)
+        self._compressed = self._compressed + 1 if compressed else 0
+        if self.loss_factor is not None:
+            self._losses.append(_loss_of(outputs, trainer))
+        self._end_fallbacks(optimizers)
+        if self._batches % self.every_n_steps:
+            return
+        loss, residual = self._compare_notes(trainer, pl_module, optimizers)
+        # What happened in dense steps (the end of a fallback, say) is not to be blamed on compression.
+        reason = self._blow_up(loss, residual) if self._compressed >= self.every_n_steps else None
+        if math.isfinite(loss):
+            self.best_loss = min(self.best_loss, loss)
+        if reason is not None:
+            self._fall_back(optimizers, reason, trainer.global_step)
+
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Lets go of the process group."""
+        self._transport = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Best loss, fallbacks so far and the steps at which running fallbacks end: plain numbers."""
+        return {
+            "best_loss": self.best_loss,
+            "fallbacks": self.fallbacks,
+            "refreeze_at": dict(self._refreeze_at),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continues from a checkpoint."""
+        self.best_loss = state_dict["best_loss"]
+        self.fallbacks = state_dict["fallbacks"]
+        self._refreeze_at = dict(state_dict["refreeze_at"])
+
+    def _compare_notes(self, trainer: Any, pl_module: Any, optimizers: Any) -> tuple[float, float]:
+        """Mean loss since the last look over all ranks, and the largest residual ratio of any rank."""
+        assert self._transport is not None
+        total = float(torch.stack(self._losses).double().sum()) if self._losses else math.nan
+        count, self._losses = len(self._losses), []
+        residual = 0.0
+        if self.residual_limit is not None:
+            ratios = [o.residual_ratio() for o in optimizers if o.phase is Phase.COMPRESSED]
+            # max() would pass over a nan.
+            residual = math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios, default=0.0)
+        device = self._transport.device(pl_module.device)
+        mine = torch.tensor([total, count, residual], dtype=torch.float64, device=device)
+        rows = torch.empty((self._transport.size, 3), dtype=torch.float64, device=device)
+        self._transport.step = trainer.global_step
+        group = self._transport.topology.group
+        self._transport.all_gather(rows, mine, group, what="losses and residuals", link=None).wait()
+        sums = rows.cpu()
+        return float(sums[:, 0].sum() / sums[:, 1].sum()), float(sums[:, 2].max())
+
+    def _blow_up(self, loss: float, residual: float) -> str | None:
+        if self.loss_factor is not None:
+            limit = self.best_loss + (self.loss_factor - 1) * abs(self.best_loss)
+            if not math.isfinite(loss) or loss > limit:
+                return f"the mean loss of the last {self.every_n_steps} batches is {loss:.4g}, the best was {self.best_loss:.4g}"
+        if self.residual_limit is not None and residual > self.residual_limit:
+            return f"the residual has grown to {residual:.3g} times the momentum"
+        return None
+
+    def _fall_back(self, optimizers: Any, reason: str, step: int) -> None:
+        self.fallbacks += 1
+        last = self.fallbacks >= self.max_fallbacks
+        for index, optimizer in enumerate(optimizers):
+            if optimizer.phase is not Phase.COMPRESSED:
+                continue
+            thaw(optimizer)
+            if not last:
+                memory = max(1, round(1 / (1 - max(group["betas"][1] for group in optimizer.param_groups))))
+                self._refreeze_at[index] = optimizer.steps + (self.dense_steps or memory)
+        rank_zero_warn(
+            f"DivergenceGuard: after step {step} {reason}. Fallback {self.fallbacks} of {self.max_fallbacks}: residuals are "
+            "dropped, steps are dense and the variance learns again"
+            + (", for the rest of the run." if last else f" until step {max(self._refreeze_at.values())}.")
+        )
+
+    def _end_fallbacks(self, optimizers: Any) -> None:
+        for index, step in list(self._refreeze_at.items()):
+            optimizer = optimizers[index] if index < len(optimizers) else None
+            if optimizer is None or optimizer.steps >= step:
+                del self._refreeze_at[index]
+            if optimizer is not None and optimizer.steps >= step and optimizer.phase is Phase.WARMUP:
+                optimizer.freeze()
+                name = optimizer_name(index, len(optimizers), optimizer)
+                rank_zero_info(f"DivergenceGuard: {name} freezes its refreshed variance; the next step is compressed.")
+
+
+def _loss_of(outputs: Any, trainer: Any) -> torch.Tensor:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, torch.Tensor):
+        raise misconfiguration(
+            trainer,
+            "DivergenceGuard(loss_factor=...) needs the loss, but `training_step` returned none (manual optimization?): return "
+            "it, or set loss_factor=None to watch residuals only.",
+        )
+    return loss.detach().reshape(())
