@@ -366,3 +366,48 @@ def test_a_figure_without_matplotlib_is_refused_before_training(monkeypatch: pyt
 def test_a_strategy_that_compresses_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match=r"CompressionStats.* found no compressed optimizer"):
         FakeTrainer([]).start(CompressionStatsMixin(), FakeModule())
+
+
+# -------------------------------------------------------------------------------------------------- the other algorithms
+
+
+def _other_algorithm(rank: int, world: int, kind: str, ranks_per_node: int) -> tuple[list[dict[str, float]], list[str]]:
+    import lightning_onebit.callbacks.freeze as freeze
+    import lightning_onebit.callbacks.stats as stats
+    from lightning_onebit import optim
+
+    said: list[str] = []
+    stats.rank_zero_info = freeze.rank_zero_info = said.append  # type: ignore[assignment]
+    torch.manual_seed(0)
+    parameters = [torch.nn.Parameter(torch.randn(64, 33)), torch.nn.Parameter(torch.randn(7))]
+    optimizer = getattr(optim, kind)(parameters, block_size=32, kernels="reference")
+    optimizer.configure_communication(None, ranks_per_node=ranks_per_node)
+    callbacks: list[Any] = [CompressionStatsMixin(1)]
+    if kind != "BinSGDM":
+        callbacks.append(freeze.VarianceFreezeMixin(step=3))
+    trainer, module = FakeTrainer([optimizer]), FakeModule()
+    for callback in callbacks:
+        trainer.start(callback, module)
+    for step in range(8):
+        trainer.step()
+        callbacks[0].on_train_batch_end(trainer, module, None, None, step)
+    callbacks[0].on_train_end(trainer, module)
+    return module.logged, said
+
+
+@pytest.mark.parametrize("kind", ["OnebitAdam", "OnebitLamb", "ZeroOneAdam", "BinSGDM"])
+def test_every_algorithm_is_reported(kind: str) -> None:
+    for logged, said in run_ranks(_other_algorithm, 2, kind, 1):
+        assert len(logged) == 8
+        assert {name for values in logged for name in values} <= set(METRICS)
+        assert all(math.isfinite(value) for values in logged for value in values.values())
+        assert logged[-1]["onebit/total_ratio"] > 1
+        assert ("onebit/trust_ratio_mean" in logged[-1]) == (kind == "OnebitLamb")
+        assert kind in said[-1]
+
+
+def test_bytes_inside_and_between_nodes_are_told_apart() -> None:
+    for logged, _ in run_ranks(_other_algorithm, 4, "OnebitAdam", 2):
+        last = logged[-1]
+        assert last["onebit/bytes_intra"] > 0 and last["onebit/bytes_inter"] > 0
+        assert last["onebit/bytes_intra"] + last["onebit/bytes_inter"] == last["onebit/bytes_sent"]
