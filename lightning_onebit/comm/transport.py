@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeAlias
 
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from lightning_onebit.comm.ledger import ByteLedger
 from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWork
+from lightning_onebit.comm.staging import CudaStager, HostCopy, Stager
 from lightning_onebit.comm.topology import Group, Topology
 
 # torch 2.13 renamed all_gather_into_tensor; older releases do not know the new name
@@ -22,8 +25,13 @@ Work: TypeAlias = "dist.Work | SimulatedWork"
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
-def _on_nccl(group: Group | None) -> bool:
-    return not isinstance(group, SimulatedGroup) and dist.get_backend(group) == "nccl"
+def _backend(group: Group | None, device_type: str) -> str | None:
+    """Name of the backend that serves a device's tensors in a group; None: none does."""
+    if isinstance(group, SimulatedGroup):
+        return "simulated"
+    # "cpu:gloo,cuda:nccl"; get_backend() names one backend, or none of them where a group has several
+    pairs = (pair.partition(":") for pair in str(dist.get_backend_config(group)).split(","))
+    return next((backend for device, _, backend in pairs if device == device_type), None)
 
 
 class CollectiveFailure(RuntimeError):
@@ -37,13 +45,11 @@ class CollectiveTimeout(CollectiveFailure):
 class Pending:
     """A collective under way. ``wait()`` returns when its result may be read."""
 
-    def __init__(
-        self, work: Work | None, what: str, transport: Transport, group: Group | None
-    ) -> None:
+    def __init__(self, work: Work | None, what: str, transport: Transport, streams: bool = False) -> None:
         self._work = work
         self._what = what
         self._transport = transport
-        self._group = group
+        self._streams = streams  # whether wait() orders streams (NCCL)
 
     def wait(self) -> None:
         """Blocks until the collective is done.
@@ -59,12 +65,46 @@ class Pending:
         start = time.perf_counter()
         try:
             # With NCCL, wait() orders streams and must not block the host; its watchdog owns the timeout.
-            finished = work.wait() if _on_nccl(self._group) else work.wait(transport.timeout)
+            finished = work.wait() if self._streams else work.wait(transport.timeout)
         except RuntimeError as error:
             raise transport.failure(self._what, error, time.perf_counter() - start) from error
         transport.ledger.waited(time.perf_counter() - start)
         if finished is False:
             raise transport.failure(self._what, RuntimeError("timed out"), time.perf_counter() - start)
+
+
+class _Staged(Pending):
+    """A collective whose input is on its way to the host, or that has been issued from there."""
+
+    def __init__(
+        self, transport: Transport, what: str, copy: HostCopy, result: Tensor, out: Tensor, issue: Callable[[], Work]
+    ) -> None:
+        super().__init__(None, what, transport)
+        self._copy: HostCopy | None = copy
+        self._result: Tensor | None = result
+        self._out = out
+        self._issue = issue
+
+    def start(self, *, block: bool) -> bool:
+        """Issues the collective if its input is there, or once it is; whether it was issued."""
+        if self._copy is None or (not block and not self._copy.ready()):
+            return self._copy is None
+        start = time.perf_counter()
+        self._copy.wait()
+        self._transport.ledger.waited(time.perf_counter() - start)
+        self._copy = None
+        self._work = self._transport._issue(self._what, self._issue)
+        return True
+
+    def wait(self) -> None:
+        """Blocks until the collective is done, and queues the copy of its result to the device."""
+        if self._result is None:
+            return
+        # all of them: the network must not idle while this one is waited for
+        self._transport.issue_staged(block=True)
+        super().wait()
+        self._transport.stager.to_device(self._result, self._out)
+        self._result = None
 
 
 class Transport:
@@ -75,16 +115,25 @@ class Transport:
         ledger: where bytes and waiting times go.
         timeout: bound of every wait.
         name: who communicates, for messages.
+        stager: how tensors reach a backend that knows only the host's memory (None: CUDA tensors through pinned memory).
     """
 
     def __init__(
-        self, topology: Topology, ledger: ByteLedger, timeout: timedelta = DEFAULT_TIMEOUT, name: str = "exchange"
+        self,
+        topology: Topology,
+        ledger: ByteLedger,
+        timeout: timedelta = DEFAULT_TIMEOUT,
+        name: str = "exchange",
+        stager: Stager | None = None,
     ) -> None:
         self.topology = topology
         self.ledger = ledger
         self.timeout = timeout
         self.name = name
         self.step = 0  # named in failures; the owner keeps it current
+        self.stager: Stager = stager or CudaStager()
+        # staged collectives that wait for their input, in the order in which all ranks issue them
+        self._staged: deque[_Staged] = deque()
 
     @property
     def size(self) -> int:
@@ -124,11 +173,13 @@ class Transport:
         self.ledger.sent((ranks - 1) * inp[0].numel() * inp.element_size(), link=link)
         if group is None:
             out.copy_(inp)
-            return Pending(None, what, self, group)
+            return Pending(None, what, self)
         if isinstance(group, SimulatedGroup):
-            return Pending(group.all_to_all(out, inp), what, self, group)
-        work = self._issue(what, lambda: dist.all_to_all_single(out.view(-1), inp.view(-1), group=group, async_op=True))
-        return Pending(work, what, self, group)
+            return Pending(group.all_to_all(out, inp), what, self)
+        return self._begin(
+            *(what, group, out, inp),
+            lambda out, inp: dist.all_to_all_single(out.view(-1), inp.view(-1), group=group, async_op=True),
+        )
 
     def all_gather(
         self, out: Tensor, inp: Tensor, group: Group | None, *, what: str, link: str | None
@@ -142,24 +193,53 @@ class Transport:
             self.ledger.sent(nbytes, link=link)
         if group is None:
             out.copy_(inp.view(out.shape))
-            return Pending(None, what, self, group)
+            return Pending(None, what, self)
         if isinstance(group, SimulatedGroup):
-            return Pending(group.all_gather(out, inp), what, self, group)
-        work = self._issue(what, lambda: _all_gather(out.view(-1), inp.reshape(-1), group=group, async_op=True))
-        return Pending(work, what, self, group)
+            return Pending(group.all_gather(out, inp), what, self)
+        return self._begin(
+            *(what, group, out, inp),
+            lambda out, inp: _all_gather(out.view(-1), inp.reshape(-1), group=group, async_op=True),
+        )
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Pending:
         """Sums ``tensor`` over all ranks in place. Asynchronous. Counted as a ring: ``2 (n-1)/n`` of its bytes."""
         self.ledger.sent(2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size, link="inter")
-        if not self.connected:
-            return Pending(None, what, self, None)
         group = self.topology.group
+        if group is None:
+            return Pending(None, what, self)
         if isinstance(group, SimulatedGroup):
-            return Pending(group.all_reduce(tensor), what, self, group)
-        work = self._issue(what, lambda: dist.all_reduce(tensor, group=group, async_op=True))
-        return Pending(work, what, self, group)
+            return Pending(group.all_reduce(tensor), what, self)
+        return self._begin(
+            what, group, tensor, tensor, lambda out, _: dist.all_reduce(out, group=group, async_op=True)
+        )
 
-    def _issue(self, what: str, call) -> dist.Work:  # type: ignore[no-untyped-def]
+    def _begin(
+        self,
+        what: str,
+        group: dist.ProcessGroup,
+        out: Tensor,
+        inp: Tensor,
+        call: Callable[[Tensor, Tensor], Work],
+    ) -> Pending:
+        """Issues ``call(out, inp)``, or stages it where the group's backend cannot reach the device's memory."""
+        streams = _backend(group, inp.device.type) == "nccl"
+        if streams or not self.stager.handles(inp):
+            # ranks issue in the same order, whatever they have staged
+            self.issue_staged(block=True)
+            return Pending(self._issue(what, lambda: call(out, inp)), what, self, streams)
+        copy = self.stager.to_host(inp)
+        result = copy.host if out is inp else self.stager.host_like(out)
+        staged = _Staged(self, what, copy, result, out, lambda: call(result, copy.host))
+        self._staged.append(staged)
+        self.issue_staged(block=False)
+        return staged
+
+    def issue_staged(self, *, block: bool) -> None:
+        """Issues staged collectives in order: those whose input has reached the host or, blocking for it, all."""
+        while self._staged and self._staged[0].start(block=block):
+            self._staged.popleft()
+
+    def _issue(self, what: str, call: Callable[[], Work]) -> Work:
         try:
             return call()
         except RuntimeError as error:
@@ -167,6 +247,6 @@ class Transport:
 
     def device(self, preferred: torch.device) -> torch.device:
         """Device that small control tensors must live on."""
-        if self.connected and _on_nccl(self.topology.group):
+        if self.connected and _backend(self.topology.group, "cpu") in (None, "nccl"):
             return preferred
         return torch.device("cpu")
