@@ -29,7 +29,7 @@ class BinSGDM:
         lr: learning rate.
         b: the one decay of both averages.
         wd: decoupled weight decay; acts on every coordinate, moved or not.
-        server: ``"random"`` (the paper), ``"mean"`` (vote counts) or ``"majority"`` (a tie counts as +1).
+        server: ``"random"`` (the paper), ``"mean"`` (vote counts) or ``"majority"`` (a tie is drawn).
         ranks_per_node: hierarchical exchange: gradients are averaged within nodes, the workers are the nodes.
 
     Attributes:
@@ -87,6 +87,6 @@ class BinSGDM:
         elif self.server == "mean":
             ubar = mean
         else:
-            ubar = np.where(mean >= 0, 1.0, -1.0)
+            ubar = np.where(mean == 0, Q(mean, self.uniform(t, "server", l)), np.sign(mean))
         # x -= lr*wd*x + lr*ubar, and ubar counts only where some worker has ever had a gradient
         self.x[l] = self.x[l] - self.lr * self.wd * self.x[l] - self.lr * np.where(self.seen[l], ubar, 0.0)

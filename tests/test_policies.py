@@ -1,0 +1,130 @@
+"""The schedules of 0/1 Adam: when the variance is refreshed, when ranks synchronise, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import oracle
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_onebit.optim.policies import (
+    IntervalPolicy,
+    LearningRatePolicy,
+    VariancePolicy,
+    make_sync_policy,
+    replay_schedule,
+)
+
+
+def refreshes(policy: VariancePolicy, last: int, first: int = 1) -> list[int]:
+    seen = []
+    for step in range(first, last + 1):
+        if policy.due(step):
+            policy.record(step)
+            seen.append(step)
+    return seen
+
+
+def synchronisations(policy: Any, first: int, last: int, lr: Any = lambda step: 1.0) -> list[int]:
+    seen = []
+    for step in range(first, last + 1):
+        due = policy.due(step, lr(step))
+        policy.record(due)
+        if due:
+            seen.append(step)
+    return seen
+
+
+def test_refresh_gap_doubles_after_every_scaler_refreshes() -> None:
+    assert refreshes(VariancePolicy(), 60) == [*range(1, 18), *range(19, 50, 2), 53, 57]
+    assert refreshes(VariancePolicy(2), 40) == [1, 2, 3, 5, 7, 11, 15, 23, 31]
+    assert refreshes(VariancePolicy(1), 40) == [1, 2, 4, 8, 16, 32]
+
+
+def test_synchronisation_gap_doubles_every_scaler_steps_up_to_the_clipper() -> None:
+    policy = IntervalPolicy(4, scaler=3)
+    policy.start(10, 1.0)
+    # gaps 1 at 11-13, 2 at 14-16, 4 from 17 on
+    assert [policy.gap(step, 1.0) for step in range(11, 21)] == [1, 1, 1, 2, 2, 2, 4, 4, 4, 4]
+    assert synchronisations(policy, 11, 28) == [11, 12, 13, 15, 19, 23, 27]
+
+
+def test_a_clipper_of_one_synchronises_at_every_step() -> None:
+    policy = IntervalPolicy(1, scaler=2)
+    policy.start(5, 1.0)
+    assert synchronisations(policy, 6, 40) == list(range(6, 41))
+
+
+def test_gap_follows_the_learning_rate() -> None:
+    policy = LearningRatePolicy(8)
+    policy.start(10, 0.4)
+    gaps = {0.4: 1, 0.21: 1, 0.2: 2, 0.11: 2, 0.1: 4, 0.05: 8, 0.001: 8, 0.0: 8, 0.8: 1}
+    assert {lr: policy.gap(11, lr) for lr in gaps} == gaps
+    # lr halves every 4 steps: 0.4 at 11-13, 0.2 from 14, 0.1 from 18
+    halving = synchronisations(policy, 11, 24, lambda step: 0.4 * 0.5 ** ((step - 10) // 4))
+    assert halving == [11, 12, 13, 15, 17, 21]
+
+
+def test_an_lr_that_halves_by_multiplication_reaches_its_power_of_two() -> None:
+    policy, lr = LearningRatePolicy(1024), 0.003
+    policy.start(0, lr)
+    for doublings in range(10):
+        assert policy.gap(1, lr) == 2**doublings
+        lr *= 0.5
+
+
+@given(
+    scaler=st.integers(1, 20),
+    local_scaler=st.integers(1, 50),
+    clipper=st.integers(1, 20),
+    freeze=st.integers(1, 150),
+    steps=st.integers(1, 300),
+)
+def test_replay_counts_the_rounds_of_the_written_down_policies(
+    scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int
+) -> None:
+    policy = make_sync_policy("interval", scaler=local_scaler, clipper=clipper)
+    ours = replay_schedule(steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy)
+    t_v, t_u = oracle.VariancePolicy(freeze, scaler), oracle.SyncPolicy(freeze, local_scaler, clipper)
+    theirs = {"dense": 0, "one_bit": 0, "silent": 0}
+    for t in range(1, steps + 1):
+        refresh, sync = t_v(t), t_u(t, 1.0)
+        theirs["dense" if refresh else "one_bit" if sync else "silent"] += 1
+    assert ours == theirs
+
+
+@given(scaler=st.integers(1, 6), cut=st.integers(0, 60))
+def test_variance_policy_continues_from_its_state(scaler: int, cut: int) -> None:
+    whole = refreshes(VariancePolicy(scaler), 120)
+    first = VariancePolicy(scaler)
+    seen = refreshes(first, cut)
+    second = VariancePolicy(scaler)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert seen + refreshes(second, 120, first=cut + 1) == whole
+
+
+@pytest.mark.parametrize("name", ["interval", "learning_rate"])
+@given(cut=st.integers(0, 40))
+def test_sync_policy_continues_from_its_state(name: str, cut: int) -> None:
+    def lr(step: int) -> float:
+        return 0.5 ** (step / 7)
+
+    def fresh() -> Any:
+        return make_sync_policy(name, scaler=5 if name == "interval" else 32768, clipper=8)
+
+    whole, first, second = fresh(), fresh(), fresh()
+    for policy in (whole, first):
+        policy.start(20, 1.0)
+    expected = synchronisations(whole, 21, 100, lr)
+    seen = synchronisations(first, 21, 20 + cut, lr)
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert seen + synchronisations(second, 21 + cut, 100, lr) == expected
+
+
+@pytest.mark.parametrize(("name", "value"), [("scaler", 0), ("clipper", 0), ("scaler", 2.5), ("clipper", True)])
+def test_bad_constants_are_named(name: str, value: Any) -> None:
+    with pytest.raises((ValueError, TypeError), match=f"local_step_{name}={value}"):
+        make_sync_policy("interval", **{"scaler": 1, "clipper": 1, name: value})
