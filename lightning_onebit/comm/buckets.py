@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -89,6 +89,20 @@ class Bucket:
         return owner.to(self.device)
 
     @cached_property
+    def members(self) -> tuple[int, ...]:
+        """Parameters with elements in this bucket, in the order of their blocks."""
+        return tuple(dict.fromkeys(span.param for span in self.spans))
+
+    @cached_property
+    def block_member(self) -> Tensor:
+        """int64 ``(blocks,)``: position in ``members`` of the parameter that owns each block (0 for padding blocks)."""
+        position = {param: k for k, param in enumerate(self.members)}
+        owner = torch.zeros(self.blocks, dtype=torch.int64)
+        for span in self.spans:
+            owner[span.block : span.block + span.blocks(self.block_size)] = position[span.param]
+        return owner.to(self.device)
+
+    @cached_property
     def params(self) -> frozenset[int]:
         """Parameters with elements in this bucket."""
         return frozenset(span.param for span in self.spans)
@@ -98,15 +112,15 @@ class Bucket:
         start = self.first_block * self.block_size
         return flat[start : start + self.elements]
 
-    def bind(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def bind(self, tensor_of: Callable[[int], Tensor | None]) -> list[Tensor | None]:
         """Views of per-parameter tensors, one per span.
 
         Args:
-            tensors: by parameter index, 1-D in memory order (``memory_order``); None stays None.
+            tensor_of: gives a parameter's tensor, 1-D in memory order (``memory_order``), or None; asked once per span.
         """
         views: list[Tensor | None] = []
         for span in self.spans:
-            tensor = tensors[span.param]
+            tensor = tensor_of(span.param)
             if tensor is None or tensor.numel() == span.numel:
                 views.append(tensor)
             else:

@@ -21,7 +21,7 @@ def draw_key(seed: int, step: int, rank: int, stream: int) -> tuple[int, int]:
     Args:
         seed: the optimizer's seed, any integer.
         step: real step, 1, 2, ...
-        rank: rank that draws.
+        rank: worker that draws (a rank, or a node in a hierarchical exchange).
         stream: what the draw is for (worker or server).
     """
     state = 0

@@ -112,11 +112,8 @@ class OnebitAdam(AdamMoments):
         )
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
-        groups = [self._group(i) for i in self._slots]
-        decay = self._per_block(bucket, [1.0 - g["lr"] * g["weight_decay"] for g in groups])
-        alpha = self._per_block(
-            bucket, [g["lr"] / self._first_correction(i) for i, g in zip(self._slots, groups, strict=True)]
-        )
+        decay = self._per_block(bucket, self._decay)
+        alpha = self._per_block(bucket, lambda i: self._group(i)["lr"] / self._first_correction(i))
         self._kernels.apply_adam(
             bucket, self._bind_weights(bucket), packed, bucket.slice(self._flat["r"]), decay, alpha
         )

@@ -362,18 +362,21 @@ class OnebitOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def residual_ratio(self) -> float:
         """Norm of this rank's worker residual relative to the norm of the momentum; 0.0 before the first exchange (a pass over memory)."""
-        if self._worker_residual is None or not self._momentum:
+        if self._worker_residual is None:
             return 0.0
-        squares = 0.0
-        for bucket, momentum in zip(self._buckets(), self._momentum, strict=True):
-            if isinstance(momentum, Packed):
-                squares += float((momentum.scales.flatten().double().square() * bucket.lengths).sum())
-            else:
-                squares += float(torch.linalg.vector_norm(momentum, dtype=torch.float64)) ** 2
+        squares = sum(float(self._momentum_energy(bucket).sum()) for bucket in self._buckets())
         # hierarchical ranks hold 1/K of the residual
         share = self._worker_residual.numel() / max(1, self._known_plan().elements)
         residual = float(torch.linalg.vector_norm(self._worker_residual, dtype=torch.float64)) / share**0.5
         return residual / squares**0.5 if squares > 0 else 0.0
+
+    def _momentum_energy(self, bucket: Bucket) -> Tensor:
+        """Sums of squares of the momentum's blocks in the units of the residuals, fp64 ``(blocks,)``."""
+        held = bucket.slice(self._flat["m"]) if "m" in self._flat else self._momentum[bucket.index]
+        if isinstance(held, Packed):
+            return held.scales.flatten().double().square() * bucket.lengths
+        blocks = held.view(-1, bucket.block_size)
+        return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).square()
 
     # ----- the step template ------------------------------------------------------------------------------------------
 
@@ -834,21 +837,31 @@ class OnebitOptimizer(torch.optim.Optimizer):
             torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
 
     def _bind_grads(self, bucket: Bucket) -> list[Tensor | None]:
-        grads: list[Tensor | None] = []
-        for i in self._slots:
-            p = self._params[i]
+        def gradient(slot: int) -> Tensor | None:
+            p = self._params[self._slots[slot]]
             grad = p.grad
             if grad is not None and grad.stride() != p.stride() and p.numel() > 1:
                 grad = torch.empty_like(p).copy_(grad)  # autograd may hand over another memory order
-            grads.append(None if grad is None else memory_order(grad))
-        return bucket.bind(grads)
+            return None if grad is None else memory_order(grad)
+
+        return bucket.bind(gradient)
 
     def _bind_weights(self, bucket: Bucket) -> list[Tensor | None]:
-        return bucket.bind([memory_order(self._weight(i)) if self._active[i] else None for i in self._slots])
+        def weight(slot: int) -> Tensor | None:
+            i = self._slots[slot]
+            return memory_order(self._weight(i)) if self._active[i] else None
 
-    def _per_block(self, bucket: Bucket, values: Sequence[float]) -> Tensor:
-        """fp32 ``(blocks,)`` from one value per slot."""
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[bucket.block_param]
+        return bucket.bind(weight)
+
+    def _per_block(self, bucket: Bucket, value_of: Callable[[int], float]) -> Tensor:
+        """fp32 ``(blocks,)`` from one value per parameter (given its index)."""
+        values = [value_of(self._slots[slot]) for slot in bucket.members]
+        return torch.tensor(values, dtype=torch.float32, device=self._device)[bucket.block_member]
+
+    def _decay(self, index: int) -> float:
+        """``1 - lr*wd`` of a parameter."""
+        group = self._group(index)
+        return float(1.0 - group["lr"] * group["weight_decay"])
 
     def _shard_blocks(self, bucket: Bucket) -> tuple[int, int]:
         ranks = self._ranks()

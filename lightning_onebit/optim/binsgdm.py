@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -15,6 +16,8 @@ from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, d
 from lightning_onebit.kernels.reference import pack_bits, unpack_bits
 from lightning_onebit.optim.base import OnebitOptimizer, Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
+
+log = logging.getLogger("lightning_onebit")
 
 SERVERS = ("random", "mean", "majority")
 
@@ -154,15 +157,14 @@ class BinSGDM(OnebitOptimizer):
         mean_of = self._ranks().nodes if self.settings["server"] == "mean" else None
         for index, words in self._drawn.items():
             bucket = self._buckets()[index]
-            groups = [self._group(i) for i in self._slots]
             self._kernels.apply_votes(
                 bucket,
                 self._bind_weights(bucket),
                 words,
                 self._live[index],
                 mean_of,
-                self._per_block(bucket, [1.0 - g["lr"] * g["weight_decay"] for g in groups]),
-                self._per_block(bucket, [-g["lr"] for g in groups]),
+                self._per_block(bucket, self._decay),
+                self._per_block(bucket, lambda i: -self._group(i)["lr"]),
             )
         self._drawn = {}
 
@@ -184,17 +186,17 @@ class BinSGDM(OnebitOptimizer):
             return out.raw
         if guard := self._protected.get(bucket.index):
             guard.save()
-        beta = [self._group(i)["beta"] for i in self._slots]
         self._kernels.sample(
             bucket,
             lo,
             hi,
-            b=self._per_block(bucket, beta)[lo:hi],
-            o=self._per_block(bucket, [(1.0 - b) * self._grad_scale for b in beta])[lo:hi],
+            b=self._per_block(bucket, lambda i: self._group(i)["beta"])[lo:hi],
+            o=self._per_block(bucket, lambda i: (1.0 - self._group(i)["beta"]) * self._grad_scale)[lo:hi],
             g=shard if shard is not None else self._contribution(bucket),
             m=self._shard(bucket, "m"),
             a=self._shard(bucket, "a"),
-            key=draw_key(self.settings["seed"], self._steps + 1, ranks.rank, WORKER_STREAM),
+            # a hierarchical exchange has the nodes for workers, and each element of a node is drawn by one of its ranks
+            key=draw_key(self.settings["seed"], self._steps + 1, ranks.node, WORKER_STREAM),
             first_block=bucket.first_block + lo,
             out=out,
         )
@@ -257,6 +259,19 @@ class BinSGDM(OnebitOptimizer):
     def _arenas(self) -> tuple[str, ...]:
         return ("m", "a")
 
+    def _state_of(self, index: int) -> dict[str, Tensor]:
+        if index not in self._slot_of:
+            return super()._state_of(index)
+        # of a hierarchical run's m and a this rank has only some blocks
+        state = super()._state_of(index) if self._laid_out_for[1] == 1 else {}
+        if index in self._masters:
+            state["master"] = self._masters[index]
+        live = [torch.zeros(0, dtype=torch.bool, device=self._device)]
+        for bucket, span in self._known_plan().spans_of(self._slot_of[index]):
+            words = self._live[bucket.index][span.block : span.block + span.blocks(bucket.block_size)]
+            live.append(unpack_bits(words).flatten()[: span.numel])
+        return {**state, "live": torch.cat(live)}
+
     def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
         super()._layout(kept)
         share = self._ranks().ranks_per_node
@@ -264,11 +279,26 @@ class BinSGDM(OnebitOptimizer):
             # hierarchical: m and a follow the node's mean gradient and live on the shard only
             size = self._known_plan().elements // share
             self._flat = {name: torch.zeros(size, device=self._device) for name in self._arenas()}
+            if kept:
+                log.warning(
+                    "a parameter joins %s: blocks are dealt anew among the ranks of a node, and m and a start from zero",
+                    self.algorithm,
+                )
         self._merge_due = bool(kept)
+        live = torch.zeros(self._known_plan().elements, dtype=torch.bool, device=self._device)
+        for slot, i in enumerate(self._slots):
+            if "live" in (state := kept.get(id(self._params[i]), {})):
+                self._part(live, slot).copy_(state["live"])
+        self._set_live(live)
+
+    def _set_live(self, flat: Tensor) -> None:
+        """Packs the bitmap of live coordinates from bools over all blocks."""
         words = self.options.block_size // 32
         self._live = [
             torch.zeros((bucket.blocks, words), dtype=torch.int32, device=self._device) for bucket in self._buckets()
         ]
+        for bucket, packed in zip(self._buckets(), self._live, strict=True):
+            pack_bits(bucket.slice(flat).view(-1, bucket.block_size), packed)
 
     def _planes(self) -> int:
         """Bit planes of the reply."""
@@ -297,7 +327,8 @@ class BinSGDM(OnebitOptimizer):
 
     def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
         for key, name in self._replicated.items():
-            self._flat[name].copy_(tensors[key])
+            if key in tensors:  # nothing was saved before the first step
+                self._flat[name].copy_(tensors[key])
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         self._phase = Phase.COMPRESSED
@@ -305,7 +336,6 @@ class BinSGDM(OnebitOptimizer):
         for i, state in saved.items():
             if "live" in state and i in self._slot_of:
                 self._known_plan().view(flat, self._slot_of[i], self._params[i]).copy_(state["live"])
-        for bucket in self._buckets():
-            pack_bits(bucket.slice(flat).view(-1, bucket.block_size), self._live[bucket.index])
+        self._set_live(flat)
         if self._transport is not None:
             self._renew_reducer()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -16,8 +16,8 @@ from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_number
 from lightning_onebit.optim.rules import dense_lamb_
 
-# per-parameter scalars that the algorithm carries, by their names in a checkpoint
-_SCALARS = ("coeff_average", "last_factor", "last_coeff")
+# per-parameter scalars that the algorithm carries, by their names in a checkpoint, with their first values
+_SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
 
 
 class OnebitLamb(AdamMoments):
@@ -156,8 +156,7 @@ class OnebitLamb(AdamMoments):
 
     def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
         super()._layout(kept)
-        fresh = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
-        for name, value in fresh.items():
+        for name, value in _SCALARS.items():
             scalars = torch.full((len(self._params),), value, dtype=torch.float64, device=self._device)
             known = self._scalars.get(name)
             if known is not None:
@@ -203,22 +202,17 @@ class OnebitLamb(AdamMoments):
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         old = self._momentum[bucket.index]
-        rows: list[list[float]] = [[] for _ in range(8)]
-        for i in self._slots:
-            b1, b2 = self._group(i)["betas"]
-            values = (
-                b1,
-                1.0 / (1.0 - b1),
-                b2,
-                1.0 - b2,
-                1.0 / self._second_correction(i),
-                self._group(i)["eps"],
-                1.0 / self._first_correction(i),
-                self._group(i)["weight_decay"],
-            )
-            for row, value in zip(rows, values, strict=True):
-                row.append(value)
-        factors = torch.stack([self._per_block(bucket, row) for row in rows])
+        values: tuple[Callable[[int], float], ...] = (
+            lambda i: self._group(i)["betas"][0],
+            lambda i: 1.0 / (1.0 - self._group(i)["betas"][0]),
+            lambda i: self._group(i)["betas"][1],
+            lambda i: 1.0 - self._group(i)["betas"][1],
+            lambda i: 1.0 / self._second_correction(i),
+            lambda i: self._group(i)["eps"],
+            lambda i: 1.0 / self._first_correction(i),
+            lambda i: self._group(i)["weight_decay"],
+        )
+        factors = torch.stack([self._per_block(bucket, value_of) for value_of in values])
         self._partials[bucket.index] = self._kernels.lamb_update(
             bucket,
             self._bind_weights(bucket),
@@ -238,15 +232,14 @@ class OnebitLamb(AdamMoments):
             held = self._momentum[bucket.index]
             if bucket.index not in self._partials:
                 continue
-            groups = [self._group(i) for i in self._slots]
             packed = held if isinstance(held, Packed) else self._exchanged[bucket.index]
             self._kernels.lamb_apply(
                 bucket,
                 self._bind_weights(bucket),
                 packed,
                 bucket.slice(self._flat["r"]),
-                self._per_block(bucket, [1.0 / self._first_correction(i) for i in self._slots]),
-                self._per_block(bucket, [g["weight_decay"] for g in groups]),
+                self._per_block(bucket, lambda i: 1.0 / self._first_correction(i)),
+                self._per_block(bucket, lambda i: self._group(i)["weight_decay"]),
                 step[bucket.block_param],
             )
         index = torch.tensor([i for i in self._slots if self._active[i]], device=self._device)
@@ -309,8 +302,8 @@ class OnebitLamb(AdamMoments):
         return {**super()._books(), **{name: values.tolist() for name, values in self._scalars.items()}}
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
-        for name in _SCALARS:
-            if name in books:
-                self._scalars[name].copy_(torch.tensor(books[name], dtype=torch.float64))
+        for name, value in _SCALARS.items():
+            known = books.get(name, [value] * len(self._params))
+            self._scalars[name].copy_(torch.tensor(known, dtype=torch.float64))
         super()._load_phase(phase, books, saved)
         self._load_arena("fresh", "exp_avg_sq_fresh", saved)

@@ -46,9 +46,8 @@ class AdamMoments(OnebitOptimizer):
         )
 
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
-        b1 = [self._group(i)["betas"][0] for i in self._slots]
-        a = self._per_block(bucket, b1)[lo:hi]
-        b = self._per_block(bucket, [(1.0 - beta) * self._grad_scale for beta in b1])[lo:hi]
+        a = self._per_block(bucket, lambda i: self._group(i)["betas"][0])[lo:hi]
+        b = self._per_block(bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale)[lo:hi]
         return Coefficients(a, self._momentum_of(bucket, lo, hi), b)
 
     def _enter_compressed(self) -> None:

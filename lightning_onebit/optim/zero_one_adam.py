@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +17,8 @@ from lightning_onebit.optim.base import Coefficients, Phase
 from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy, make_sync_policy
+
+log = logging.getLogger("lightning_onebit")
 
 
 class ZeroOneAdam(AdamMoments):
@@ -34,9 +37,8 @@ class ZeroOneAdam(AdamMoments):
     Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
 
     Between synchronisations replicas differ on purpose; ``consensus()`` shows the model that all ranks share. A group
-    whose lr is 0
-    at a step is left alone in it; when all are 0 at a step that must synchronise, the step is a dense round that does
-    not touch v.
+    whose lr is 0 at a step and has been since the last synchronisation is left alone in it; when that holds for all
+    groups, the step is a dense round that does not touch v.
     The small control round is made at every step, silent ones included, so that skipping and clipping stay in lockstep.
 
     Args:
@@ -106,10 +108,13 @@ class ZeroOneAdam(AdamMoments):
             )
         self.variance_policy = VariancePolicy(var_update_scaler)
         self.sync_policy = make_sync_policy(local_step_policy, scaler=local_step_scaler, clipper=local_step_clipper)
-        # by slot: sum of lr_t since the last synchronisation
+        # by slot: sum of lr_t since the last synchronisation, and that (or the lr_t) of the last exchange
         self._travelled: list[float] = []
+        self._units: list[float] = []
         self._anchored = False
         self._exchanging_local = False
+        # steps since the last synchronisation, and _travelled, of a checkpoint: they count once this rank's own part is loaded
+        self._interrupted: tuple[int, list[float]] | None = None
         # by parameter index: this rank's own weights while the shared model is shown in their place
         self._hidden: dict[int, Tensor] = {}
         super().__init__(
@@ -148,6 +153,13 @@ class ZeroOneAdam(AdamMoments):
     def mid_local(self) -> bool:
         """Whether replicas differ now: local steps have been taken since the last synchronisation."""
         return self._phase is Phase.LOCAL and self.sync_policy.since > 0
+
+    def _momentum_energy(self, bucket: Bucket) -> Tensor:
+        """See the base; residuals hold updates, ``lr_t*m``, so the momentum counts times the ``lr_t`` of the last exchange."""
+        return (
+            super()._momentum_energy(bucket)
+            * self._per_block(bucket, lambda i: self._units[self._slot_of[i]]).double().square()
+        )
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -285,17 +297,43 @@ class ZeroOneAdam(AdamMoments):
         self._prepare_one_bit()
         self._flat.pop("v", None)
 
+    def _build(self, *, connect: bool = True) -> None:
+        """See the base; where everything is cut anew, one-bit rounds have put some state elsewhere than the base looks."""
+        ranks = self._ranks()
+        if self._plan is not None and self._takes_new_parameters():
+            self._hold_momentum_flat()
+        elif self.mid_local and self._laid_out_for != (ranks.size, ranks.ranks_per_node):
+            self._drop_local_progress()
+        super()._build(connect=connect)
+
+    def _drop_local_progress(self) -> None:
+        """Goes on from the model that all ranks share: what a rank has done alone means nothing in another world."""
+        self.show_local()
+        for slot, i in enumerate(self._slots):
+            self._weight(i).copy_(self._known_plan().view(self._flat["anchor"], slot, self._params[i]))
+        self._publish(self._slots)
+        self.sync_policy.record(True)
+
     def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        in_use = self._worker_residual is not None
         super()._layout(kept)
         self._travelled = [0.0] * len(self._slots)
+        self._units = [0.0] * len(self._slots)
+        self._momentum, self._worker_residual, self._server_residual = [], None, None
+        if in_use:
+            log.warning(
+                "a parameter joins %s between one-bit rounds: all blocks are dealt anew, and residuals start from zero",
+                self.algorithm,
+            )
+            self._prepare_one_bit()
 
     # ----- one-bit rounds and local steps -----------------------------------------------------------------------------
 
     def _step_compressed(self) -> None:
         self._prepare_one_bit()
-        # a group at lr = 0 is left alone: what it would exchange has no units
-        for i in self._slots:
-            self._active[i] = self._active[i] and self._group(i)["lr"] > 0
+        # a group at lr = 0 is left alone, for what it would exchange has no units; unless local steps have given it some
+        for slot, i in enumerate(self._slots):
+            self._active[i] = self._active[i] and (self._group(i)["lr"] > 0 or self._travelled[slot] > 0)
         step, lr = self._steps + 1, self._schedule_lr()
         local = self._phase is Phase.LOCAL and (self.sync_policy.since > 0 or self.sync_policy.gap(step, lr) > 1)
         synchronised = not local or self.sync_policy.due(step, lr)
@@ -357,14 +395,13 @@ class ZeroOneAdam(AdamMoments):
             self._anchored = True
 
     def _local_factors(self, bucket: Bucket) -> Tensor:
-        groups = [self._group(i) for i in self._slots]
-        rows = (
-            [g["betas"][0] for g in groups],
-            [(1.0 - g["betas"][0]) * self._grad_scale for g in groups],
-            [self._lr_t(i) for i in self._slots],
-            [1.0 - g["lr"] * g["weight_decay"] for g in groups],
+        values: tuple[Callable[[int], float], ...] = (
+            lambda i: self._group(i)["betas"][0],
+            lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale,
+            self._lr_t,
+            self._decay,
         )
-        return torch.stack([self._per_block(bucket, row) for row in rows])
+        return torch.stack([self._per_block(bucket, value_of) for value_of in values])
 
     def _lr_t(self, index: int) -> float:
         return float(self._group(index)["lr"] / self._first_correction(index))
@@ -376,27 +413,24 @@ class ZeroOneAdam(AdamMoments):
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
         if self._exchanging_local:
             return Coefficients(None, None, torch.ones(hi - lo, device=self._device))
-        b1 = [self._group(i)["betas"][0] for i in self._slots]
-        lr_t = [self._lr_t(i) for i in self._slots]
-        a = self._per_block(bucket, [lr * beta for lr, beta in zip(lr_t, b1, strict=True)])[lo:hi]
-        b = self._per_block(bucket, [lr * (1.0 - beta) * self._grad_scale for lr, beta in zip(lr_t, b1, strict=True)])
+        a = self._per_block(bucket, lambda i: self._lr_t(i) * self._group(i)["betas"][0])[lo:hi]
+        b = self._per_block(bucket, lambda i: self._lr_t(i) * (1.0 - self._group(i)["betas"][0]) * self._grad_scale)
         return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi])
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         ones = torch.ones(bucket.blocks, device=self._device)
         r = bucket.slice(self._flat["r"])
         if not self._exchanging_local:
-            groups = [self._group(i) for i in self._slots]
-            decay = self._per_block(bucket, [1.0 - g["lr"] * g["weight_decay"] for g in groups])
+            decay = self._per_block(bucket, self._decay)
             self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, ones)
-            self._rescale(bucket, packed, [self._lr_t(i) for i in self._slots])
+            self._rescale(bucket, packed, self._lr_t)
             return
         anchor = bucket.slice(self._flat["anchor"])
         views = [anchor[s.block * bucket.block_size : s.block * bucket.block_size + s.numel] for s in bucket.spans]
         moving = [v if self._active[self._slots[s.param]] else None for v, s in zip(views, bucket.spans, strict=True)]
         self._kernels.apply_adam(bucket, moving, packed, r, ones, ones)
         self._kernels.scatter(bucket, anchor, self._bind_weights(bucket))
-        self._rescale(bucket, packed, self._travelled)
+        self._rescale(bucket, packed, lambda i: self._travelled[self._slot_of[i]])
         momentum, u = bucket.slice(self._flat["m"]), bucket.slice(self._flat["u"])
         idle = torch.tensor([not self._active[i] for i in self._slots], device=self._device)[bucket.block_param]
         kept = momentum.view(-1, bucket.block_size)[idle]
@@ -404,9 +438,12 @@ class ZeroOneAdam(AdamMoments):
         momentum.view(-1, bucket.block_size)[idle] = kept
         u.zero_()
 
-    def _rescale(self, bucket: Bucket, packed: Packed, units: list[float]) -> None:
-        """From updates to momentum: ``m = ubar / units`` (per slot; 0 leaves a slot that takes no part)."""
-        factors = self._per_block(bucket, [1.0 / unit if unit > 0 else 1.0 for unit in units])
+    def _rescale(self, bucket: Bucket, packed: Packed, unit_of: Callable[[int], float]) -> None:
+        """From updates to momentum: ``m = ubar / unit`` (a unit of 0 leaves a parameter that takes no part)."""
+        for slot in bucket.members:
+            if (unit := unit_of(self._slots[slot])) > 0:
+                self._units[slot] = unit
+        factors = self._per_block(bucket, lambda i: 1.0 / unit_of(i) if unit_of(i) > 0 else 1.0)
         packed.scales.mul_(factors.view(packed.rows, packed.blocks_per_row))
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
@@ -437,6 +474,7 @@ class ZeroOneAdam(AdamMoments):
             "variance_policy": self.variance_policy.state_dict(),
             "sync_policy": self.sync_policy.state_dict(),
             "travelled": list(self._travelled),
+            "units": list(self._units),
         }
 
     def _rank_state(self) -> dict[str, Tensor]:
@@ -451,8 +489,9 @@ class ZeroOneAdam(AdamMoments):
     def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
         """Besides residuals: the weights as loaded are the anchor, this rank's own weights and momentum lie beside them."""
         super()._load_rank_state(tensors)
-        if "local_update" not in tensors:
+        if "local_update" not in tensors or self._interrupted is None:
             return
+        self.sync_policy.since, self._travelled = self._interrupted
         self._hold_momentum_flat()
         self._anchor_here()
         self._flat["m"].copy_(tensors["local_momentum"])
@@ -462,12 +501,15 @@ class ZeroOneAdam(AdamMoments):
         self._publish(self._slots)
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
-        self._anchored = False
+        self._anchored, self._interrupted = False, None
         if books:
             self.variance_policy.load_state_dict(books["variance_policy"])
             self.sync_policy.load_state_dict(books["sync_policy"])
-            if len(books["travelled"]) == len(self._slots):
-                self._travelled = list(books["travelled"])
+            if len(books["travelled"]) == len(self._slots):  # there are none before the first step
+                self._units = list(books["units"])
+                self._interrupted = (self.sync_policy.since, list(books["travelled"]))
+            # this is the model of the last synchronisation; what ranks have done since lies in their own parts
+            self.sync_policy.since = 0
         super()._load_phase(phase, books, saved)
         if phase is Phase.WARMUP and self.compresses and any("reciprocal_denominator" in s for s in saved.values()):
             self._prepare_one_bit()
