@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cuda_shim import ORDERS, ShimRuntime, cases, compiler, compilers, kernel_names
+from cuda_shim import ORDERS, ShimRuntime, cases, compiler, compilers, kernel_names, training
 
 from lightning_onebit import kernels as registry
+from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.kernels import KernelsUnavailable, Packed, cuda, get_backend
 from lightning_onebit.kernels.cuda import OPTIONS, SOURCE, CudaKernels
 from lightning_onebit.kernels.reference import ReferenceKernels
@@ -104,6 +105,26 @@ def test_tensors_that_begin_anywhere_in_memory_give_the_same_bits(shims: dict[st
     for name in cases.CASES:
         found = compare(shims["forward"], name, block_size, (100, 4097, 64), unaligned)
         assert not found, f"{name}: {found}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", list(training.OPTIMIZERS))
+def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(
+    shims: dict[str, CudaKernels], monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+) -> None:
+    """Two ranks, every phase, from the gradients to the parameters."""
+    monkeypatch.setitem(registry._FACTORIES, "cpu", lambda: shims["shuffled"])
+    registry._load.cache_clear()
+    try:
+        launches = runtime_of(shims["shuffled"]).launches
+        launches.clear()
+        ours = SimulatedWorld(2, timeout=60).run(lambda group: training.run(name, "cpu", "cpu", group, dtype))
+        assert launches, "the kernels were not used"
+        theirs = SimulatedWorld(2, timeout=60).run(lambda group: training.run(name, "reference", "cpu", group, dtype))
+    finally:
+        registry._load.cache_clear()
+    for mine, other in zip(ours, theirs, strict=True):
+        assert not cases.differences(mine, other)
 
 
 # ----- gradient statistics --------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ FLAGS = (
     *("-std=c++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-fno-fast-math", "-fno-strict-aliasing"),
     *("-fsanitize=alignment", "-fsanitize-undefined-trap-on-error", "-Wall", "-Wno-unknown-pragmas", "-Werror"),
 )
+_ONE_LAUNCH = threading.Lock()  # the shim has one set of fibres, and simulated ranks are threads
 ORDERS = {"forward": 0, "backward": 1, "shuffled": 2}
 
 
@@ -109,10 +111,11 @@ class ShimRuntime:
                 values[index] = argument
         start = ctypes.addressof(values)
         slots = (ctypes.c_void_p * len(arguments))(*(start + 8 * i for i in range(len(arguments))))
-        problem = self._library.shim_launch(name.encode(), grid, *block, shared, slots, len(arguments), self._order)
-        if problem is not None:
-            raise RuntimeError(f"{name}: {problem.decode()}")
-        self.launches.append(name)
+        with _ONE_LAUNCH:
+            problem = self._library.shim_launch(name.encode(), grid, *block, shared, slots, len(arguments), self._order)
+            if problem is not None:
+                raise RuntimeError(f"{name}: {problem.decode()}")
+            self.launches.append(name)
 
     def upload(self, values: Tensor, device: torch.device) -> Tensor:
         self.uploads += 1
