@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, KernelsUnavailable, SpanLike, Spans
-from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
+from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
 
 log = logging.getLogger("lightning_onebit")
@@ -228,7 +228,7 @@ def load(path: Path) -> ctypes.CDLL:
 
 def _address(tensor: Tensor, name: str, numel: int, dtype: torch.dtype = torch.float32) -> int:
     """Address of a tensor that C reads or writes as it lies in memory."""
-    if tensor.dtype != dtype or tensor.numel() != numel or not tensor.is_contiguous() or tensor.device.type != "cpu":
+    if tensor.dtype is not dtype or tensor.numel() != numel or not tensor.is_contiguous() or not tensor.is_cpu:
         raise ValueError(
             f"{name} must be {numel} contiguous elements of {dtype} on the cpu, got shape {tuple(tensor.shape)}, "
             f"strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
@@ -243,8 +243,8 @@ def _payload(packed: Packed, name: str, blocks: int, block_size: int) -> tuple[i
             f"{name} must hold {blocks} blocks of {block_size} elements with scales, got {packed.blocks} of "
             f"{packed.block_size}, has_scales={packed.has_scales}"
         )
-    address, stride = raw.data_ptr(), raw.stride(0)
-    if raw.device.type != "cpu" or raw.stride(1) != 1 or address % 4 or stride % 4:
+    address, (stride, step) = raw.data_ptr(), raw.stride()
+    if not raw.is_cpu or step != 1 or address % 4 or stride % 4:
         raise ValueError(f"{name}.raw must be rows of contiguous bytes on the cpu that begin at multiples of 4 bytes")
     return address, stride, packed.blocks_per_row
 
@@ -277,7 +277,7 @@ class _SpanTable:
                 addresses.append(0)
                 codes.append(0)
                 continue
-            if tensor.numel() != numel or tensor.device.type != "cpu":
+            if tensor.numel() != numel or not tensor.is_cpu:
                 raise ValueError(
                     f"{name}: a span of {numel} elements on the cpu got shape {tuple(tensor.shape)} on {tensor.device}"
                 )
