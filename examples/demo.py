@@ -16,6 +16,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,11 +71,10 @@ def table(dense: dict[str, Any], compressed: dict[str, Any]) -> str:
     """
     runs = (dense, compressed)
     gap = compressed["val_loss"] / dense["val_loss"] - 1
-    warm_up = compressed["dense_steps"]
-    steps = compressed["steps"]
-    later = steps - warm_up
+    dense_steps, steps = compressed["dense_steps"], compressed["steps"]
+    later = steps - dense_steps
     dense_step = dense["bytes_sent"] / dense["steps"]
-    sent_later = compressed["bytes_sent"] - warm_up * dense_step
+    sent_later = compressed["bytes_sent"] - dense_steps * dense_step
     rows = [
         ("", *(run["strategy"] for run in runs)),
         ("validation loss (nats per byte)", *(f"{run['val_loss']:.4f}" for run in runs)),
@@ -87,10 +87,10 @@ def table(dense: dict[str, Any], compressed: dict[str, Any]) -> str:
     lines.insert(1, "-" * len(lines[0]))
     ratio = dense["bytes_sent"] / max(1, compressed["bytes_sent"])
     notes = [
-        f"Ratio of bytes: {ratio:.2f}x fewer over the run. Its {warm_up} of {steps} dense steps set the limit;",
+        f"Ratio of bytes: {ratio:.2f}x fewer over the run. Of its {steps} steps {dense_steps} are dense, which sets the limit;",
     ]
     if later and sent_later > 0:
-        notes.append(f"the {later} compressed steps alone send {later * dense_step / sent_later:.1f}x fewer.")
+        notes.append(f"the other {later} alone send {later * dense_step / sent_later:.1f}x fewer.")
     else:
         notes.append("no step was compressed.")
     notes += [
@@ -100,6 +100,15 @@ def table(dense: dict[str, Any], compressed: dict[str, Any]) -> str:
         f"All {dense['ranks']} processes share this machine; step times tell nothing about a real network.",
     ]
     return "\n".join([*lines, "", *notes])
+
+
+def warm_up(folder: Path, result: dict[str, Any]) -> int | None:
+    """Number of the last dense step if a run's dense steps all come first and others follow, else None."""
+    sent = [0.0, *(count for count in read_metrics(folder)["bytes_sent"] if count is not None)]
+    dense_step = result["dense_bytes"] / result["steps"]
+    dense = [after - before >= dense_step for before, after in pairwise(sent)]
+    count = sum(dense)
+    return count if 0 < count < len(dense) and all(dense[:count]) else None
 
 
 def smooth(values: list[float], window: int) -> list[float]:
@@ -158,8 +167,8 @@ def plot(folders: tuple[Path, Path], results: tuple[dict[str, Any], dict[str, An
             )
         # The first fall from ln 256 = 5.5 would leave no room to tell the curves apart: it may leave the frame at the top.
         left.set_ylim(top=1.35 * max(v for line in left.lines[1::2] for v in line.get_ydata()[:1]))
-        freeze = results[1]["dense_steps"]
-        if freeze < results[1]["steps"]:
+        freeze = warm_up(folders[1], results[1])
+        if freeze is not None:
             for axes in (left, right):
                 axes.axvline(freeze, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
                 axes.annotate(

@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -93,6 +93,8 @@ class TextGPT(pl.LightningModule):
         lr: Peak learning rate.
         weight_decay: Decoupled weight decay.
         warmup_steps: Steps over which the learning rate rises linearly; a cosine to a tenth of ``lr`` follows.
+        optimizer: ``"adamw"``: plain AdamW, which DDP trains as it is and compressing strategies convert if they can;
+            ``"strategy"``: the one that the strategy's own factory makes.
     """
 
     def __init__(
@@ -103,12 +105,14 @@ class TextGPT(pl.LightningModule):
         lr: float = 2e-3,
         weight_decay: float = 0.01,
         warmup_steps: int = 20,
+        optimizer: Literal["adamw", "strategy"] = "adamw",
     ) -> None:
         super().__init__()
         if width % (2 * heads):
             raise ValueError(f"heads={heads}: width={width} must be a multiple of twice their number; choose another")
         self.save_hyperparameters()
         self.lr, self.weight_decay, self.warmup_steps = lr, weight_decay, warmup_steps
+        self.optimizer = optimizer
         self.token = nn.Embedding(VOCABULARY, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
@@ -148,8 +152,10 @@ class TextGPT(pl.LightningModule):
         self.log("val_loss", self.loss(batch), prog_bar=True, sync_dist=True, batch_size=len(batch))
 
     def configure_optimizers(self) -> Any:
-        """Plain AdamW: the strategy ``onebit_adam`` turns it into its own optimizer with the same settings."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
+        """Optimizer and learning-rate schedule."""
+        strategy: Any = self.trainer.strategy
+        make = torch.optim.AdamW if self.optimizer == "adamw" else strategy.optimizer
+        optimizer = make(self.parameters(), lr=self.lr, weight_decay=self.weight_decay)
         total = max(1, int(self.trainer.estimated_stepping_batches))
 
         def factor(step: int) -> float:
@@ -215,6 +221,11 @@ def ring_all_reduce_bytes(module: nn.Module, ranks: int) -> int:
     """Bytes one rank sends when DDP averages the gradients of ``module`` once: ``2 (n-1)/n * sum(bytes)``."""
     gradients = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     return 2 * (ranks - 1) * gradients // ranks
+
+
+# Strategies whose optimizer has no dense warm-up to end, and those that AdamW cannot be converted to.
+WITHOUT_WARM_UP = ("binsgdm", "birder")
+NO_ADAM = ("onebit_lamb", *WITHOUT_WARM_UP)
 
 
 class Recorder(pl.Callback):
@@ -356,7 +367,9 @@ def main(arguments: list[str] | None = None) -> None:
     settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
     callbacks: list[pl.Callback] = [Recorder(options.out, settings), TQDMProgressBar(refresh_rate=5)]
     if not options.strategy.startswith("ddp"):
-        callbacks += [ob.callbacks.VarianceFreeze(fraction=options.freeze_fraction), ob.callbacks.CompressionStats()]
+        callbacks.append(ob.callbacks.CompressionStats())
+        if not options.strategy.startswith(WITHOUT_WARM_UP):
+            callbacks.append(ob.callbacks.VarianceFreeze(fraction=options.freeze_fraction))
 
     trainer = pl.Trainer(
         accelerator=options.accelerator,
@@ -382,6 +395,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.lr,
         options.weight_decay,
         options.warmup_steps,
+        "strategy" if options.strategy.startswith(NO_ADAM) else "adamw",
     )
     data = TextData(options.batch_size, options.context, options.train_bytes, options.validation_windows)
     trainer.fit(model, data)

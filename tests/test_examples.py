@@ -161,6 +161,22 @@ def test_demo_redraws_without_training(demo: tuple[Path, str]) -> None:
     assert printed[printed.index("Ratio of bytes") : printed.index("Figure:")] in again
 
 
+def test_freeze_is_drawn_only_where_the_dense_steps_come_first(tmp_path: Path) -> None:
+    import demo as driver
+
+    def freeze_of(increments: list[int]) -> int | None:
+        sent = list(itertools.accumulate(increments))
+        (tmp_path / "metrics.csv").write_text(
+            "step,bytes_sent\n" + "".join(f"{i},{n}\n" for i, n in enumerate(sent, 1))
+        )
+        return driver.warm_up(tmp_path, {"dense_bytes": 100 * len(sent), "steps": len(sent)})
+
+    assert freeze_of([101, 100, 4, 4]) == 2
+    assert freeze_of([100, 4, 100, 4]) is None  # dense rounds in between, as 0/1 Adam makes them
+    assert freeze_of([4, 4]) is None
+    assert freeze_of([100, 100]) is None
+
+
 def test_replicas_that_differ_are_called_different(demo: tuple[Path, str], tmp_path: Path) -> None:
     """The table does not hide it: the word comes from the record."""
     import demo as driver

@@ -15,10 +15,12 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from packaging.requirements import Requirement
 
 import lightning_onebit as ob
+from lightning_onebit.registry import ALGORITHMS
 from lightning_onebit.strategy import OnebitMixin
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -219,10 +221,24 @@ def test_readme_lists_every_option_of_the_optimizer_with_its_default() -> None:
 
 def test_readme_lists_the_options_of_the_strategy_with_their_defaults() -> None:
     own = keyword_defaults(OnebitMixin.__init__)
-    handed_on = {name for name in own if name in keyword_defaults(ob.OnebitAdam)}
+    handed_on = {name for algorithm in ALGORITHMS.values() for name in algorithm.options}
     expected = {name: default for name, default in own.items() if name not in handed_on}
     assert option_table("Options of `OnebitStrategy`") == {"algorithm": "onebit_adam", **expected}
-    assert handed_on == set(keyword_defaults(ob.OnebitAdam)) - {"process_group", "timeout"}
+    assert handed_on <= set(own), "the strategy cannot hand on every option of its algorithms"
+
+
+def test_readme_lists_every_algorithm_with_the_options_of_its_own() -> None:
+    readme = (ROOT / "README.md").read_text()
+    for algorithm in ALGORITHMS.values():
+        names = ", ".join(f"`{name}`" for name in (algorithm.name, *algorithm.aliases))
+        optimizer = algorithm.optimizer.__name__
+        row = re.search(rf"^\| {names} \| `{optimizer}` \|.*\| (yes|no) \|$", readme, re.MULTILINE)
+        assert row, f"no row for {names}"
+        assert (row[1] == "yes") is (torch.optim.AdamW in algorithm.converts)
+        extra = set(keyword_defaults(algorithm.optimizer)) - set(keyword_defaults(ob.OnebitAdam))
+        if extra:
+            listed = re.search(rf"^\| `{optimizer}` \| (.*) \|$", readme, re.MULTILINE)
+            assert listed and set(re.findall(r"`(\w+)`", listed[1])) == extra
 
 
 def test_readme_names_every_extra(wheel: Path) -> None:
