@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_onebit import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.comm import SimulatedGroup
 
 #: name -> optimizer of parameters; phases and schedules change within eight steps
 OPTIMIZERS: dict[str, Callable[..., Any]] = {
@@ -33,10 +34,10 @@ def parameters(device: str, dtype: torch.dtype) -> list[nn.Parameter]:
 
 
 def run(name: str, kernels: str, device: str, group: Any, dtype: torch.dtype = torch.float32, steps: int = 8) -> list[Tensor]:
-    """The parameters after some steps on gradients drawn on the host; ``group.rank`` draws its own."""
+    """The parameters after some steps on gradients drawn on the host; every rank of a simulated group draws its own."""
     params = parameters(device, dtype)
     optimizer = OPTIMIZERS[name](params, kernels=kernels, process_group=group, block_size=64, bucket_mb=0.02, force_compression=True)
-    draw = torch.Generator().manual_seed(100 + (group.rank if group is not None else 0))
+    draw = torch.Generator().manual_seed(100 + (group.rank if isinstance(group, SimulatedGroup) else 0))
     for step in range(steps):
         optimizer.zero_grad()
         for index, p in enumerate(params):
