@@ -123,7 +123,8 @@ def test_no_kernel_waits_for_the_device(kernels: Any) -> None:
     out = Packed.empty(1, bucket.blocks, block_size, device=DEVICE)
 
     def calls() -> None:
-        # fresh tensors: their addresses must be uploaded
+        kernels._layouts.clear()  # all tables must be uploaded
+        kernels._pieces.clear()
         spans = [torch.ones(s.numel, device=DEVICE) for s in bucket.spans]
         kernels.grad_stats(spans)
         kernels.compress(bucket, 0, bucket.blocks, a=one, m=packed, b=one, g=spans, e=flat, out=out)
@@ -132,9 +133,8 @@ def test_no_kernel_waits_for_the_device(kernels: Any) -> None:
         kernels.gather(bucket, spans, flat)
         kernels.unpack(packed, bucket.lengths, flat)
 
-    calls()
+    calls()  # device and pinned memory are there from now on
     torch.cuda.synchronize()
-    kept = [torch.empty(1 << 20, device=DEVICE) for _ in range(8)]  # other addresses for what follows
     torch.cuda.set_sync_debug_mode("error")
     try:
         busy(500)
@@ -145,7 +145,6 @@ def test_no_kernel_waits_for_the_device(kernels: Any) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
-    del kept
 
 
 def test_kernels_run_on_torchs_current_stream(kernels: Any) -> None:
