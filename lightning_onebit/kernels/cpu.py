@@ -204,8 +204,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
 }
 
-_NO_PAYLOAD = (None, 0, 1)
-_NO_SPANS = (0, None, None, None, None)
+_Payload = tuple[int | None, int, int]
+_SpanArguments = tuple[int, int | None, int | None, int | None, bytes | None]
+_NO_PAYLOAD: _Payload = (None, 0, 1)
+_NO_SPANS: _SpanArguments = (0, None, None, None, None)
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -399,7 +401,7 @@ class CpuKernels(ReferenceKernels):
     def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sum of squares, in fp64, and the number of tensors with a non-finite value."""
         numels, addresses, codes, keep = array("q"), array("Q"), bytearray(), []
-        others = []
+        others = []  # fp64
         for tensor in tensors:
             code = _DTYPES.get(tensor.dtype)
             if code is None:
@@ -414,7 +416,10 @@ class CpuKernels(ReferenceKernels):
         result = torch.zeros(2, dtype=torch.float64)
         where = (numels.buffer_info()[0], addresses.buffer_info()[0], bytes(codes), result.data_ptr())
         self._call("grad_stats", len(numels), *where)
-        return result + ReferenceKernels().grad_stats(others) if others else result
+        for tensor in others:
+            result[0] += tensor.detach().double().square().sum()
+            result[1] += (~torch.isfinite(tensor)).any()
+        return result
 
     def compress(
         self,
@@ -433,7 +438,9 @@ class CpuKernels(ReferenceKernels):
         size, blocks = bucket.block_size, hi - lo
         elements = blocks * size
         lengths = _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
-        flat_m, packed_m, factor_m, factor_g, flat_g, spans_g = None, _NO_PAYLOAD, None, None, None, _NO_SPANS
+        flat_m = factor_m = flat_g = factor_g = None
+        packed_m: _Payload = _NO_PAYLOAD
+        spans_g: _SpanArguments = _NO_SPANS
         if m is not None:
             if a is None:
                 raise ValueError("a must be given with m")

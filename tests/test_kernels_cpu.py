@@ -1,0 +1,500 @@
+"""The compiled CPU kernels: the reference's bits for every geometry, and a build that is safe, cached and never in the way."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import lightning_onebit.kernels as registry
+from lightning_onebit.comm import Bucket, plan_buckets
+from lightning_onebit.kernels import KernelsUnavailable, Packed, ReferenceKernels, cpu, get_backend
+
+COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
+
+REFERENCE = ReferenceKernels()
+
+
+@pytest.fixture(scope="module")
+def kernels() -> cpu.CpuKernels:
+    backend = get_backend("cpu", "cpu")
+    assert isinstance(backend, cpu.CpuKernels)
+    return backend
+
+
+@contextlib.contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def raw(tensor: Tensor) -> bytes:
+    """The bytes of a tensor, so that -0.0 and 0.0 differ."""
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
+
+
+def bucket_of(sizes: list[int], block_size: int, world: int = 1) -> Bucket:
+    plan = plan_buckets(
+        sizes[::-1], block_size=block_size, world_size=world, bucket_elements=2**40, device=torch.device("cpu")
+    )
+    (bucket,) = plan.buckets
+    return bucket
+
+
+def hard(rng: np.random.Generator, size: int) -> Tensor:
+    """Values of many magnitudes, with denormals, overflowing squares, equal neighbours and both zeros among them."""
+    x = rng.standard_normal(size) * 10.0 ** rng.integers(-6, 6, size)
+    for share, value in ((0.1, 1e-41), (0.02, 1e-23), (0.1, 0.0), (0.1, -0.0)):
+        x = np.where(rng.random(size) < share, value, x)
+    if rng.random() < 0.2:
+        x = np.where(rng.random(size) < 0.01, 1e25, x)
+    return torch.from_numpy(x.astype(np.float32))
+
+
+def random_payload(rng: np.random.Generator, rows: int, per_row: int, block_size: int) -> Packed:
+    packed = Packed.empty(rows, per_row, block_size)
+    packed.words.copy_(torch.from_numpy(rng.integers(-(2**31), 2**31, packed.words.shape).astype(np.int32)))
+    packed.scales.copy_(hard(rng, packed.blocks).abs().view(rows, per_row))
+    return packed
+
+
+def run_everything(
+    kernels: ReferenceKernels, bucket: Bucket, world: int, seed: int, m_kind: str, g_kind: str, dtype: torch.dtype
+) -> list[bytes]:
+    """One call of every operation on inputs that depend on the seed alone; all that was written."""
+    rng = np.random.default_rng(seed)
+    blocks, size = bucket.blocks, bucket.block_size
+    chunk = blocks // world
+    flats = [hard(rng, bucket.elements) for _ in range(5)]
+    a, b, alpha, decay = (torch.from_numpy(rng.random(blocks).astype(np.float32)) for _ in range(4))
+    spans = [None if rng.random() < 0.2 else hard(rng, span.numel) for span in bucket.spans]
+    with np.errstate(over="ignore"):
+        gradients = [None if t is None else t.clamp(-6e4, 6e4).to(dtype) for t in spans]
+    old = random_payload(rng, world, chunk, size)
+    written: list[bytes] = []
+
+    e, out = flats[0].clone(), Packed.empty(world, chunk, size)
+    m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
+    g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
+    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out)
+    written += [raw(e), raw(out.raw)]
+
+    d, reply = flats[3][: chunk * size].clone(), Packed.empty(1, chunk, size)
+    workers = random_payload(rng, int(rng.integers(1, 7)), chunk, size)
+    kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows)
+    written += [raw(d), raw(reply.raw)]
+
+    flat = flats[4].clone()
+    kernels.unpack(old, bucket.lengths, flat)
+    written.append(raw(flat))
+    flat = flats[4].clone()
+    kernels.gather(bucket, gradients, flat)
+    written.append(raw(flat))
+
+    weights = [None if t is None else t.clone() for t in spans]
+    kernels.apply_adam(bucket, weights, old, flats[1].abs(), decay, alpha)
+    written += [raw(t) for t in weights if t is not None]
+    targets = [None if t is None else torch.zeros_like(t) for t in gradients]
+    kernels.scatter(bucket, flats[2].clamp(-6e4, 6e4), targets)
+    written += [raw(t) for t in targets if t is not None]
+    return written
+
+
+# ----- the same bits -------------------------------------------------------------------------------------------------------------
+
+BLOCK_SIZES = [32, 64, 96, 128, 160, 256, 512, 544, 1024, 2016, 2048, 4096]
+
+
+@settings(max_examples=3 * settings.default.max_examples)
+@given(
+    block_size=st.sampled_from(BLOCK_SIZES),
+    shapes=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4096)), min_size=1, max_size=6),
+    world=st.integers(1, 3),
+    m_kind=st.sampled_from(["none", "flat", "packed"]),
+    g_kind=st.sampled_from(["none", "flat", "spans"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    count=st.integers(1, 2),
+    seed=st.integers(0, 2**31),
+)
+def test_every_operation_has_the_bits_of_the_reference(
+    kernels: cpu.CpuKernels,
+    block_size: int,
+    shapes: list[tuple[int, int]],
+    world: int,
+    m_kind: str,
+    g_kind: str,
+    dtype: torch.dtype,
+    count: int,
+    seed: int,
+) -> None:
+    """Odd lengths, missing spans, empty blocks, zeros of both signs, denormals and overflow: nothing differs in a bit."""
+    bucket = bucket_of([max(1, full * block_size + rest % block_size) for full, rest in shapes], block_size, world)
+    case = (bucket, world, seed, m_kind, g_kind, dtype)
+    with threads(count):
+        mine = run_everything(kernels, *case)
+    assert mine == run_everything(REFERENCE, *case)
+
+
+@pytest.mark.parametrize("block_size", [8192, 65536, 65536 - 32])
+def test_large_blocks_have_the_bits_of_the_reference(kernels: cpu.CpuKernels, block_size: int) -> None:
+    bucket = bucket_of([block_size + 5, 2 * block_size, 77], block_size, 2)
+    for m_kind, dtype in (("packed", torch.float32), ("flat", torch.float16)):
+        case = (bucket, 2, 11, m_kind, "spans", dtype)
+        assert run_everything(kernels, *case) == run_everything(REFERENCE, *case)
+
+
+def test_the_number_of_threads_changes_no_bit(kernels: cpu.CpuKernels) -> None:
+    """A bucket of many pieces of work, among them the statistics of gradients, which are a sum."""
+    bucket = bucket_of([400_001, 5, 250_000], 2048, 2)
+    gradients = [hard(np.random.default_rng(k), n).clamp(-1e9, 1e9) for k, n in enumerate((400_001, 5, 250_000))]
+    results = []
+    for count in (1, 2, 3, 5):
+        with threads(count):
+            everything = run_everything(kernels, bucket, 2, 3, "packed", "spans", torch.float32)
+            results.append((everything, kernels.grad_stats(gradients).tolist()))
+    assert all(result == results[0] for result in results)
+
+
+def test_grad_stats_are_exact_to_fp64_rounding(kernels: cpu.CpuKernels) -> None:
+    """Squares that underflow or overflow fp32 count, and any memory layout is read."""
+    rng = np.random.default_rng(0)
+    tensors = [hard(rng, 100_003), torch.full((10,), 1e-30), torch.full((10,), 1e30), torch.randn(4, 6)[:, ::2]]
+    tensors += [torch.randn(3, 4, 5, 6).to(memory_format=torch.channels_last), torch.randn(9).half(), torch.zeros(0)]
+    tensors += [torch.randn(70_000).bfloat16(), torch.randn(7, dtype=torch.float64)]
+    exact = sum(float(t.double().square().sum()) for t in tensors)
+    squares, bad = kernels.grad_stats(tensors).tolist()
+    assert squares == pytest.approx(exact, rel=1e-14)
+    assert bad == 0
+    tiny, none_bad = kernels.grad_stats([tensors[1]]).tolist()
+    assert tiny == pytest.approx(1e-59, rel=1e-6)  # the fp32 nearest to 1e-30, squared
+    assert none_bad == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("position", [0, 31, 65_535, 65_536, 70_000])
+def test_grad_stats_see_every_non_finite_element(
+    kernels: cpu.CpuKernels, value: float, dtype: torch.dtype, position: int
+) -> None:
+    broken, sound = torch.ones(70_001, dtype=dtype), torch.ones(100, dtype=dtype)
+    broken[position] = value
+    assert kernels.grad_stats([sound, broken, sound, broken])[1] == 2
+
+
+def test_rounding_to_16_bits_is_that_of_torch(kernels: cpu.CpuKernels) -> None:
+    """Ties, the smallest halves and the step to infinity."""
+    values = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
+    values = values[values.isfinite()]
+    halfway = (values + values.roll(1)) / 2
+    near = torch.cat([values, halfway, halfway * (1 + 2**-20), halfway * (1 - 2**-20), values * 2])
+    near = torch.cat([near, torch.tensor([65519.0, 65520.0, 65521.0, -65520.0, 3e38, 2.0**-25, 2.0**-24, 3 * 2.0**-25])])
+    bucket = bucket_of([near.numel()], 2048)
+    for dtype in (torch.float16, torch.bfloat16):
+        target = torch.empty(near.numel(), dtype=dtype)
+        flat = torch.zeros(bucket.elements)
+        flat[: near.numel()] = near
+        kernels.scatter(bucket, flat, [target])
+        assert raw(target) == raw(near.to(dtype))
+        kernels.gather(bucket, [target], flat)
+        assert raw(flat[: near.numel()]) == raw(target.float())
+
+
+def test_flush_to_zero_of_the_caller_changes_no_bit_and_stays_on(kernels: cpu.CpuKernels) -> None:
+    bucket = bucket_of([50_000], 2048)
+    case = (bucket, 1, 5, "flat", "spans", torch.float16)
+    expected = run_everything(REFERENCE, *case)
+    inputs = torch.full((50_000,), 1e-40)
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        out, e = Packed.empty(1, bucket.blocks, 2048), torch.zeros(bucket.elements)
+        ones = torch.ones(bucket.blocks)
+        with threads(2):
+            kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=ones, g=[inputs], e=e, out=out)
+        assert e.numpy().view(np.uint32).any(), "denormal residuals were flushed"
+        assert float(torch.tensor([1e-40]) * 1.0) == 0.0, "the caller's mode was lost"
+    finally:
+        torch.set_flush_denormal(False)
+    assert run_everything(kernels, *case) == expected
+
+
+def test_spans_that_c_cannot_read_in_place_go_through_a_copy(kernels: cpu.CpuKernels) -> None:
+    """Strided or fp64 tensors are read, and written back where they are."""
+    bucket = bucket_of([100, 64], 64)
+    flat = torch.randn(bucket.elements)
+    for backend in (kernels, REFERENCE):
+        strided, double = torch.arange(200.0)[::2], torch.arange(64, dtype=torch.float64)
+        gathered = torch.empty(bucket.elements)
+        backend.gather(bucket, [strided, double], gathered)
+        assert raw(gathered[:100]) == raw(strided) and raw(gathered[128:]) == raw(double.float())
+        ones = torch.ones(bucket.blocks)
+        backend.apply_adam(bucket, [strided, None], Packed.empty(1, bucket.blocks, 64), flat, ones * 0.5, ones)
+        assert raw(strided) == raw(torch.arange(100.0))
+        backend.scatter(bucket, flat, [strided, double])
+        assert raw(strided) == raw(flat[:100]) and raw(double) == raw(flat[128:].double())
+
+
+def test_writing_weights_is_seen_by_autograd(kernels: cpu.CpuKernels) -> None:
+    """Backward through a tensor that a step has overwritten raises, as after an in-place operation of torch."""
+    bucket, ones = bucket_of([64], 64), torch.ones(1)
+    weight = torch.randn(64, requires_grad=True)
+    loss = (weight.clone() * weight).sum()
+    kernels.apply_adam(bucket, [weight.detach()], Packed.empty(1, 1, 64), torch.ones(64), ones, ones)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"e": torch.zeros(127)},
+        {"e": torch.zeros(128, dtype=torch.float64)},
+        {"e": torch.zeros(256)[::2]},
+        {"a": torch.ones(1)},
+        {"a": None},
+        {"b": None},
+        {"g": [torch.zeros(99)]},
+        {"g": []},
+        {"g": torch.zeros(64)},
+        {"m": torch.zeros(64)},
+        {"m": Packed.empty(1, 1, 64)},
+        {"out": Packed.empty(1, 2, 32)},
+        {"out": Packed.empty(1, 2, 64, has_scales=False)},
+    ],
+    ids=str,
+)
+def test_tensors_of_another_size_or_type_are_refused(kernels: cpu.CpuKernels, change: dict) -> None:
+    """C trusts what it is told, so the wrapper checks it."""
+    bucket, ones = bucket_of([100], 64), torch.ones(2)
+    arguments = dict(a=ones, m=torch.zeros(128), b=ones, g=[torch.zeros(100)], e=torch.zeros(128))
+    arguments["out"] = Packed.empty(1, 2, 64)
+    kernels.compress(bucket, 0, 2, **arguments)
+    with pytest.raises(ValueError, match=next(iter(change))):
+        kernels.compress(bucket, 0, 2, **{**arguments, **change})
+
+
+# ----- threads and processes -----------------------------------------------------------------------------------------------------
+
+
+def test_calls_from_several_threads_at_once_do_not_disturb_each_other(kernels: cpu.CpuKernels) -> None:
+    bucket = bucket_of([300_000], 2048)
+    expected = [run_everything(kernels, bucket, 1, seed, "flat", "spans", torch.float32) for seed in range(3)]
+    got: dict[int, list[list[bytes]]] = {seed: [] for seed in range(3)}
+
+    def call(seed: int) -> None:
+        for _ in range(4):
+            got[seed].append(run_everything(kernels, bucket, 1, seed, "flat", "spans", torch.float32))
+
+    with threads(2):
+        workers = [threading.Thread(target=call, args=(seed,)) for seed in range(3)]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(timeout=120)
+    assert not any(worker.is_alive() for worker in workers)
+    assert got == {seed: [expected[seed]] * 4 for seed in range(3)}
+
+
+def _sum_in_child(library: cpu.CpuKernels, values: Tensor, pipe: multiprocessing.connection.Connection) -> None:
+    # no large torch operation here: torch's own threads do not survive a fork
+    for _ in range(3):
+        pipe.send(library.grad_stats([values]).tolist())
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_computes_with_threads_of_its_own(kernels: cpu.CpuKernels) -> None:
+    """OpenMP teams do not survive a fork; the kernels must not wait for them."""
+    values = torch.randn(1_000_000)
+    context = multiprocessing.get_context("fork")
+    with threads(2):
+        expected = kernels.grad_stats([values]).tolist()
+        receiver, sender = context.Pipe(duplex=False)
+        child = context.Process(target=_sum_in_child, args=(kernels, values, sender))
+        child.start()
+        try:
+            for _ in range(3):
+                assert receiver.poll(60), "the child hangs"
+                assert receiver.recv() == expected
+        finally:
+            child.join(timeout=10)
+            if child.is_alive():
+                child.kill()
+
+
+# ----- building ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """The registry as in a new process."""
+    registry._load.cache_clear()
+    registry._announce_fallback.cache_clear()
+    yield
+    registry._load.cache_clear()
+    registry._announce_fallback.cache_clear()
+
+
+def write_compiler(path: Path, log: Path, extra: str = "") -> str:
+    """A compiler that writes down its calls and adds options."""
+    path.write_text(f'#!/bin/sh\necho "$*" >> {log}\nexec {COMPILER} "$@" {extra}\n')
+    path.chmod(0o755)
+    return str(path)
+
+
+LOAD = """
+import torch
+from lightning_onebit.kernels import get_backend
+print(get_backend("cpu", "cpu").name, flush=True)
+"""
+
+
+def test_processes_that_start_together_build_once_and_later_ones_not_at_all(tmp_path: Path) -> None:
+    log, cache = tmp_path / "calls", tmp_path / "cache"
+    environment = {
+        **os.environ,
+        "CXX": write_compiler(tmp_path / "cxx", log, "-O1"),
+        "LIGHTNING_ONEBIT_CACHE": str(cache),
+        "OMP_NUM_THREADS": "1",
+    }
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", LOAD], env=environment, stdout=subprocess.PIPE, text=True)
+
+    def compilations() -> int:
+        return sum(" -o " in line for line in log.read_text().splitlines())
+
+    together = [start() for _ in range(3)]
+    try:
+        assert [process.communicate(timeout=150)[0] for process in together] == ["cpu\n"] * 3
+        assert compilations() == 1
+        later = start()
+        together.append(later)
+        assert later.communicate(timeout=60)[0] == "cpu\n"
+        assert compilations() == 1
+    finally:
+        for process in together:
+            process.kill()
+    assert [path.suffix for path in cache.iterdir() if path.suffix != ".lock"] == [".so"], "something was left behind"
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+
+
+def test_duplicate_builds_without_locks_are_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renaming is atomic: what another process loads is whole, and the last builder wins."""
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-O0"))
+    target = tmp_path / "kernels.so"
+    builders = [threading.Thread(target=cpu._compile, args=(cpu.find_compiler(), target)) for _ in range(2)]
+    for builder in builders:
+        builder.start()
+    for builder in builders:
+        builder.join(timeout=150)
+    assert [path.name for path in tmp_path.iterdir()] == ["kernels.so"]
+    cpu.load(target)
+
+
+def test_without_a_compiler_the_reference_is_used_and_it_is_said_once(
+    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/c++")
+    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path))
+    with caplog.at_level(logging.WARNING, logger="lightning_onebit"):
+        assert [get_backend("auto", "cpu").name for _ in range(3)] == ["reference"] * 3
+    (record,) = caplog.records
+    assert "/nonexistent/c++" in record.getMessage() and "reference kernels run instead" in record.getMessage()
+    with pytest.raises(KernelsUnavailable, match="CXX='/nonexistent/c\\+\\+' is not an executable"):
+        get_backend("cpu", "cpu")
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(KernelsUnavailable, match="install one or set CXX"):
+        get_backend("cpu", "cpu")
+
+
+def test_a_compiler_that_fails_is_quoted(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler = tmp_path / "cxx"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "out of licences" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(KernelsUnavailable, match="out of licences"):
+        get_backend("cpu", "cpu")
+    assert not list((tmp_path / "cache").glob("*.so")) and not list((tmp_path / "cache").glob(".*.so"))
+
+
+def test_a_compiler_with_other_arithmetic_is_refused(
+    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fused multiply-adds change the bits; the comparison at load time notices."""
+    version = subprocess.run([str(COMPILER), "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True)
+    if b"__FMA__" not in version.stdout and b"__ARM_FEATURE_FMA" not in version.stdout:
+        pytest.skip("this processor has no fused multiply-add")
+    monkeypatch.setenv("CXX", write_compiler(tmp_path / "cxx", tmp_path / "calls", "-O2 -ffp-contract=fast"))
+    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(KernelsUnavailable, match="does not compute the reference's bits"):
+        get_backend("cpu", "cpu")
+
+
+def test_a_directory_that_others_can_write_to_is_refused(
+    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library put there by someone else would run as this user."""
+    tmp_path.chmod(0o777)
+    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path))
+    with pytest.raises(KernelsUnavailable, match="others could write to it"):
+        get_backend("cpu", "cpu")
+
+
+def test_an_unusable_home_is_replaced_by_a_private_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.delenv("LIGHTNING_ONEBIT_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(cpu.tempfile, "gettempdir", lambda: str(tmp_path))
+    directory = cpu.cache_directory()
+    assert directory.parent == tmp_path and stat.S_IMODE(directory.stat().st_mode) == 0o700
+
+
+def test_a_damaged_library_is_named(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "broken.so"
+    broken.write_bytes(b"\x7fELF")
+    monkeypatch.setattr(cpu, "build", lambda: broken)
+    with pytest.raises(KernelsUnavailable, match=r"broken\.so cannot be loaded.*delete it"):
+        get_backend("cpu", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tuning", [("-march=x86-64",), ("-march=x86-64-v3",)], ids=["sse2", "avx2"])
+def test_other_instruction_sets_compute_the_same_bits(
+    tuning: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Narrower registers and no hardware conversion of halves: other code, equal results."""
+    monkeypatch.setattr(cpu, "TUNING", (tuning,))
+    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path))
+    try:
+        other = cpu.CpuKernels()
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+    for block_size in (32, 96, 160, 544, 2048):
+        for m_kind, g_kind, dtype in (("packed", "spans", torch.float16), ("flat", "flat", torch.bfloat16)):
+            sizes = [3 * block_size + 7, 1, block_size, 5 * block_size // 2]
+            case = (bucket_of(sizes, block_size, 2), 2, block_size, m_kind, g_kind, dtype)
+            assert run_everything(other, *case) == run_everything(REFERENCE, *case)
