@@ -1,0 +1,384 @@
+"""BinSGDM: against the oracle with the library's own draws, the statistics of those draws, and coordinates that no rank has seen."""
+
+# ruff: noqa: E741  l is the letter of a parameter tensor
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from optim_support import SMALL, Problem, close, equal, run_world, snapshot, train
+
+from lightning_onebit.comm import plan_buckets
+from lightning_onebit.kernels import Packed, counter_rng, get_backend
+from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, draw_key
+from lightning_onebit.optim import Phase
+from lightning_onebit.optim.binsgdm import BinSGDM
+
+CPU = torch.device("cpu")
+SHAPES = ((20, 33), (7,), (0,), (1,), (300,))
+
+
+@dataclass(frozen=True)
+class Sparse(Problem):
+    """Part of the first tensor has a gradient in four steps from ``late`` on, and on rank 1 only."""
+
+    late: int = 5
+    algorithm: str = "binsgdm"
+
+    def gradient(self, t: int, rank: int, l: int) -> np.ndarray | None:
+        g = super().gradient(t, rank, l)
+        if g is not None and l == 0 and (not self.late <= t + 1 < self.late + 4 or rank != 1):
+            g.reshape(-1)[300:400] = 0.0
+        return g
+
+    def plan(self, world: int) -> Any:
+        sizes = [int(np.prod(s)) for s in self.shapes]
+        elements = int(self.options.get("bucket_mb", 16.0) * 2**20 / 4)
+        size = self.options.get("block_size", 2048)
+        return plan_buckets(sizes, block_size=size, world_size=world, bucket_elements=elements, device=CPU)
+
+    def uniform(self, world: int) -> Any:
+        """The library's draws, for the oracle."""
+        plan, size = self.plan(world), self.options.get("block_size", 2048)
+        seed = self.options.get("seed", 0)
+
+        def draws(t: int, who: int | str, l: int) -> np.ndarray:
+            numel = int(np.prod(self.shapes[l]))
+            stream = (0, SERVER_STREAM) if who == "server" else (int(who), WORKER_STREAM)
+            blocks = -(-numel // size)
+            h = counter_rng.draw_hash(draw_key(seed, t, *stream), plan.starts[l] // size, blocks, size, CPU)
+            return counter_rng.uniform(h).numpy().ravel()[:numel].astype(np.float64)
+
+        return draws
+
+
+def sparse(**options: Any) -> Sparse:
+    """18 steps: bitmaps merge at 1, 2, 4, 8 and 16; gradients are missing here and there."""
+    missing = frozenset({(2, 0, 0), (3, -1, 4), (7, 1, 1), (8, -1, 0)})
+    settings = {"lr": 0.01, "weight_decay": 0.1, "block_size": 64, "bucket_mb": 0.0012, **options}
+    return Sparse(18, settings, shapes=SHAPES, cold=100, missing=missing, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("server", "world", "real"),
+    [
+        ("random", 2, True),
+        ("random", 3, True),
+        ("random", 4, True),
+        ("mean", 3, True),
+        ("majority", 4, True),
+        ("mean", 2, False),
+        ("mean", 4, False),
+        ("majority", 2, False),
+        ("majority", 3, False),
+    ],
+)
+def test_follows_the_oracle_with_the_draws_of_the_library(server: str, world: int, real: bool) -> None:
+    """Weights after every step and both averages of every rank at the end."""
+    made = sparse(server=server, seed=77, beta=0.8)
+    seen: list[Any] = []
+    uniform = made.uniform(world)
+    simulated = made.simulate(world, lambda o, t: seen.append([a.copy() for a in o.x]), uniform=uniform)
+    plan = made.plan(world)
+    assert len(plan.buckets) > 1
+    for rank, result in enumerate(run_world(train, world, made, real=real)):
+        for t, (ours, theirs) in enumerate(zip(result["trajectory"], seen, strict=True)):
+            for l, x in enumerate(ours):
+                close(x, theirs[l], 0.01, f"rank {rank}, step {t + 1}, tensor {l}")
+        for name, expected in (("momentum", simulated.m[rank]), ("magnitude", simulated.a[rank])):
+            for l, a in enumerate(expected):
+                ours = plan.view(result["residuals"][name], l, torch.empty(a.size)).numpy()
+                np.testing.assert_allclose(ours, a, rtol=1e-4, atol=1e-6, err_msg=f"{name} of tensor {l}")
+
+
+# ----- the draws -----------------------------------------------------------------------------------------------------------------
+
+
+def sampled(y: torch.Tensor, a: torch.Tensor, steps: int, copies: int = 100) -> np.ndarray:
+    """How often each coordinate with ``m/a = y`` was drawn as +1, in ``steps * copies`` draws."""
+    size = y.numel()
+    elements = size * copies
+    (bucket,) = plan_buckets([elements], block_size=size, world_size=1, bucket_elements=elements, device=CPU).buckets
+    kernels = get_backend("auto", CPU)
+    raw = torch.zeros((1, Packed.row_bytes(copies, size, has_scales=False)), dtype=torch.uint8)
+    out = Packed(raw, copies, size, has_scales=False)
+    positive = np.zeros(size)
+    m, magnitude = (y * a).repeat(copies), a.repeat(copies)
+    # b = 1 and o = 0 leave both averages as they are
+    keep, nothing = torch.ones(copies), torch.zeros(copies)
+    for step in range(1, steps + 1):
+        key = draw_key(0, step, 0, WORKER_STREAM)
+        kernels.sample(
+            bucket, 0, copies, b=keep, o=nothing, g=[None], m=m, a=magnitude, key=key, first_block=0, out=out
+        )
+        bits = np.unpackbits(out.words.contiguous().numpy().view(np.uint8), bitorder="little")
+        # bit k of word j is element k*W + j
+        positive += copies - bits.reshape(copies, -1, 32).sum(axis=0).T.ravel()
+    return positive
+
+
+def test_q_has_its_argument_for_a_mean() -> None:
+    """Chi-square over 96 arguments in (-1, 1) and 20,000 draws of each; at +1 and -1 nothing is left to chance."""
+    y = torch.linspace(-1, 1, 96)
+    rounds = 20_000
+    positive = sampled(y, torch.logspace(-8, 8, 96), 200)
+    assert positive[0] == 0 and positive[-1] == rounds
+    p = (1 + y.double().numpy()[1:-1]) / 2
+    statistic = float(((positive[1:-1] - rounds * p) ** 2 / (rounds * p * (1 - p))).sum())
+    freedom = 94
+    assert abs(statistic - freedom) / np.sqrt(2 * freedom) < 4
+
+
+def test_a_coordinate_without_any_average_draws_either_sign() -> None:
+    rounds = 4000
+    positive = sampled(torch.zeros(64), torch.zeros(64), 40)
+    assert (abs(positive - rounds / 2) < 4.5 * np.sqrt(rounds) / 2).all()
+
+
+def votes(group: Any, rank: int, world: int, server: str, steps: int) -> Any:
+    """Votes of all workers and what the server made of them: ``(ubar, mean of m_i/a_i)`` per step."""
+    p = torch.nn.Parameter(torch.zeros(2000))
+    optimizer = BinSGDM([p], lr=1.0, server=server, process_group=group)
+    draws = torch.Generator().manual_seed(rank)
+    out = []
+    for _ in range(steps):
+        before = p.detach().clone()
+        p.grad = 0.2 + torch.randn(2000, generator=draws)
+        optimizer.step()
+        state = optimizer.residual_state_dict()["tensors"]
+        y = (state["momentum"] / state["magnitude"])[:2000]
+        out.append((before - p.detach(), y.clone()))
+    return out
+
+
+def test_server_mean_has_one_nth_of_the_variance_and_both_are_unbiased() -> None:
+    world, steps = 4, 40
+    variance, expected = {}, 0.0
+    for server in ("random", "mean"):
+        results = run_world(votes, world, server, steps)
+        noise = []
+        for t in range(5, steps):
+            y = torch.stack([r[t][1] for r in results])
+            noise.append((results[0][t][0] - y.mean(0)).double())
+            expected += float(1 - (y**2).mean()) if server == "mean" else 0.0
+        noise_all = torch.stack(noise)
+        assert abs(float(noise_all.mean())) < 4.5 * float(noise_all.std()) / noise_all.numel() ** 0.5
+        variance[server] = float(noise_all.square().mean())
+    # Q(y) of one worker has variance 1 - y^2; the mean of n of them a n-th of it
+    assert variance["mean"] == pytest.approx(expected / (steps - 5) / world, rel=0.02)
+    # what is drawn once more has 1 - ybar^2 in all
+    assert variance["random"] > 3 * variance["mean"]
+
+
+def noise_of_mean(world: int) -> float:
+    results = run_world(votes, world, "mean", 30)
+    noise = [results[0][t][0] - torch.stack([r[t][1] for r in results]).mean(0) for t in range(5, 30)]
+    return float(torch.stack(noise).square().mean())
+
+
+def test_variance_of_server_mean_falls_with_the_number_of_workers() -> None:
+    two, eight = noise_of_mean(2), noise_of_mean(8)
+    assert two / eight == pytest.approx(4, rel=0.05)
+
+
+def test_streams_of_ranks_are_independent() -> None:
+    """Equal gradients on all ranks: draws of different ranks agree as often as chance has it, and no draw decides another."""
+    world, steps = 3, 30
+    made = Problem(
+        steps, {"lr": 1.0, "server": "mean", "block_size": 64}, shapes=((2000,),), algorithm="binsgdm", shared=3
+    )
+    moved = [r["trajectory"] for r in run_world(train, world, made)]
+    x = torch.stack([t[0] for t in moved[0]])
+    ubar = (x[:-1] - x[1:])[5:]
+    counts = {v: int((ubar == v).sum()) for v in (-1.0, 1.0)}
+    third = int((ubar.abs() < 0.5).sum())
+    # with one stream for all, votes would always be unanimous
+    assert third > 0.2 * ubar.numel() and min(counts.values()) > 0.02 * ubar.numel()
+
+
+def test_a_run_is_a_function_of_its_seed() -> None:
+    first, again, other = (run_world(train, 2, sparse(seed=s)) for s in (5, 5, 6))
+    for a, b, c in zip(first, again, other, strict=True):
+        assert equal(a["x"], b["x"]) and equal(a["residuals"], b["residuals"])
+        assert not equal(a["x"], c["x"])
+    assert equal(first[0]["x"], first[1]["x"]), "replicas are equal"
+
+
+def test_a_skipped_step_draws_nothing() -> None:
+    """A run with a skipped step is the run without it."""
+
+    def with_skip(group: Any, rank: int, world: int, skip: bool) -> Any:
+        made = sparse()
+        params = made.parameters()
+        optimizer = made.build(params, process_group=group)
+        for t in range(6):
+            if skip and t == 3:
+                made.put(params, t, rank)
+                if rank == 1:
+                    params[4].grad = torch.full((300,), float("inf"))
+                optimizer.step()
+            made.put(params, t, rank)
+            optimizer.step()
+        state = snapshot(optimizer, params)
+        assert state["books"].pop("skipped") == skip
+        return state
+
+    # step 4 has no gradient for the last tensor anywhere, which does not matter here
+    assert equal(run_world(with_skip, 2, True), run_world(with_skip, 2, False))
+
+
+# ----- coordinates that no rank has seen ------------------------------------------------------------------------------------------
+
+
+def test_a_coordinate_moves_only_after_the_merge_that_follows_its_first_gradient() -> None:
+    """First gradient at t = 5, on one rank: still at t = 5, 6, 7, moving from t = 8 on; never-seen coordinates stay for ever."""
+    made = dataclasses.replace(sparse(weight_decay=0.0), missing=frozenset(), steps=12)
+    results = run_world(train, 3, made)
+    for result in results:
+        x = [torch.from_numpy(made.start()[0]), *(t[0] for t in result["trajectory"])]
+        moved = [(b - a).abs().view(-1) for a, b in itertools.pairwise(x)]
+        for t, step in enumerate(moved, start=1):
+            assert (step[:300] > 0).all()
+            assert (step[300:400] > 0).all() == (t >= 8) and (step[300:400] == 0).all() == (t < 8), f"t = {t}"
+            assert not step[-100:].any(), "cold coordinates never move"
+        merges = [r.collectives for r in result["records"]]
+        usual = min(merges)
+        assert [t for t, c in enumerate(merges, start=1) if c > usual] == [1, 2, 4, 8]
+
+
+def test_weight_decay_acts_on_coordinates_that_do_not_move() -> None:
+    made = sparse()
+    (result, _) = run_world(train, 2, made)
+    steps = 18 - 1  # one step has no gradient for the tensor anywhere
+    cold = torch.from_numpy(made.start()[0]).view(-1)[-100:]
+    torch.testing.assert_close(result["x"][0].view(-1)[-100:], cold * (1 - 0.01 * 0.1) ** steps, rtol=1e-5, atol=0)
+
+
+def test_every_live_coordinate_moves_by_lr_and_stays_within_lr_times_t() -> None:
+    made = dataclasses.replace(sparse(weight_decay=0.0), missing=frozenset(), scale=1e-30)
+    (result, _) = run_world(train, 2, made)
+    x = [torch.from_numpy(made.start()[4]), *(t[4] for t in result["trajectory"])]
+    for a, b in itertools.pairwise(x):
+        torch.testing.assert_close((b - a).abs(), torch.full((300,), 0.01), rtol=1e-4, atol=1e-6)
+
+
+# ----- what is sent --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("server", "planes"), [("random", 1), ("majority", 1), ("mean", 2)])
+def test_the_wire_carries_bits_only(server: str, planes: int) -> None:
+    """Round 1 is N/8 bytes, the reply as many per plane (vote counts of 3 workers take 2), a merge twice N/8; no scales."""
+    made = sparse(server=server)
+    plan = made.plan(3)
+    for result in run_world(train, 3, made):
+        for t, record in enumerate(result["records"], start=1):
+            if t in (4, 9):
+                continue  # a tensor has no gradient anywhere: fewer buckets
+            merge = t & (t - 1) == 0
+            assert record.bytes_sent == plan.elements / 8 * (2 / 3) * (1 + planes + 2 * merge)
+            assert record.collectives == 2 * len(plan.buckets) * (1 + merge)
+            assert not record.dense and record.control_collectives == 1 + 1 * (t == 1)
+
+
+# ----- a world of one --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_single_process_steps_by_m_over_a_itself() -> None:
+    made = Problem(6, {"lr": 0.01, "beta": 0.8, "weight_decay": 0.1}, shapes=SMALL, algorithm="binsgdm", cold=50)
+    params = made.parameters()
+    optimizer = made.build(params)
+    for t in range(6):
+        made.put(params, t, 0)
+        optimizer.step()
+    for l, (p, x) in enumerate(zip(params, made.start(), strict=True)):
+        x = x.astype(np.float64)
+        m, a = np.zeros_like(x), np.zeros_like(x)
+        for t in range(6):
+            g = made.gradient(t, 0, l)
+            assert g is not None
+            m, a = 0.8 * m + 0.2 * g, 0.8 * a + 0.2 * np.abs(g)
+            x = x - 0.01 * 0.1 * x - 0.01 * np.divide(m, a, out=np.zeros_like(m), where=a != 0)
+        close(p.detach(), x.ravel(), 0.01)
+    assert optimizer.next_step_is_dense and optimizer.ledger.total.bytes_sent == 0
+
+
+def test_force_compression_draws_in_a_world_of_one() -> None:
+    p = torch.nn.Parameter(torch.zeros(200))
+    optimizer = BinSGDM([p], lr=0.5, force_compression=True)
+    p.grad = torch.linspace(-1, 1, 200)
+    optimizer.step()
+    assert (p.detach().abs() == 0.5).all() and optimizer.ledger.compressed_steps == 1
+
+
+# ----- parameters that join --------------------------------------------------------------------------------------------------------
+
+
+def joining(group: Any, rank: int, world: int, ranks_per_node: int) -> Any:
+    made = dataclasses.replace(sparse(weight_decay=0.0), missing=frozenset(), steps=14)
+    params = made.parameters()
+    optimizer = made.build(params[:4], process_group=group)
+    optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
+    moves = []
+    for t in range(made.steps):
+        if t == 9:
+            optimizer.add_param_group({"params": params[4:], "lr": 0.02})
+        made.put(params, t, rank)
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        moves.append([(p.detach() - b).abs().view(-1) for p, b in zip(params, before, strict=True)])
+    return moves, [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_a_group_that_joins_moves_at_once_and_the_others_know_what_they_have_seen(
+    ranks_per_node: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    results = run_world(joining, 4, ranks_per_node)
+    for moves, x in results:
+        assert equal(x, results[0][1])
+        for t in range(9, 14):
+            torch.testing.assert_close(moves[t][4], torch.full((300,), 0.02), rtol=1e-4, atol=1e-6)
+            assert (moves[t][0][:-100] > 0).all() and not moves[t][0][-100:].any()
+    assert any("m and a start from zero" in r.message for r in caplog.records) == (ranks_per_node > 1)
+
+
+# ----- what it refuses -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"server": "median"}, ValueError, "server='median' is unknown; choose one of 'random', 'mean', 'majority'"),
+        ({"seed": 1.5}, TypeError, "seed=1.5 must be an integer"),
+        ({"seed": True}, TypeError, "seed=True"),
+        ({"beta": 1.0}, ValueError, "beta=1.0 .* < 1"),
+        ({"beta": -0.1}, ValueError, "beta=-0.1"),
+        ({"lr": -1.0}, ValueError, "lr=-1.0"),
+        ({"betas": (0.9, 0.99)}, TypeError, "betas"),
+        ({"freeze_step": 3}, TypeError, "freeze_step"),
+        ({"denominator_floor": 0.1}, TypeError, "denominator_floor"),
+    ],
+)
+def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        BinSGDM([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+def test_it_has_no_warmup_no_variance_and_no_residual() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    optimizer = BinSGDM([p])
+    assert optimizer.phase is Phase.COMPRESSED and optimizer.residual_ratio() == 0.0
+    with pytest.raises(RuntimeError, match="no warm-up"):
+        optimizer.freeze()
+    with pytest.raises(RuntimeError, match="no second moments"):
+        optimizer.variance_l1()
+    adamw = torch.optim.AdamW([p])
+    p.grad = torch.ones(3)
+    adamw.step()
+    with pytest.raises(ValueError, match="cannot continue from the state of a plain optimizer"):
+        optimizer.load_state_dict(adamw.state_dict())
