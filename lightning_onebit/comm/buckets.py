@@ -169,9 +169,8 @@ def plan_buckets(
     """Cuts parameters into blocks and deals the blocks to buckets.
 
     Every bucket but the last is full, and full means a multiple of ``world_size`` blocks, so that padding blocks occur
-    only at
-    the very end and a parameter's blocks are contiguous over bucket borders. Padding is at most ``world_size - 1``
-    blocks.
+    only at the very end and a parameter's blocks are contiguous over bucket borders. Padding is at most ``world_size -
+    1`` blocks.
 
     Args:
         numels: elements of each parameter; 0 is legal and owns no block.

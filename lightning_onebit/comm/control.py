@@ -43,8 +43,7 @@ def control_round(
     """One small all-gather: every rank's squared norm, non-finite flag and presence bits, combined in rank order.
 
     An all-gather rather than an all-reduce, because each rank then does the same sums in the same order: the result is
-    bitwise
-    equal everywhere whatever the backend. Payload: 12 bytes and one bit per parameter.
+    bitwise equal everywhere whatever the backend. Payload: 12 bytes and one bit per parameter.
 
     Args:
         transport: whose ranks take part.

@@ -1,9 +1,8 @@
 """The two-phase exchange: round 1 sends every rank its chunk, the owner reduces, round 2 sends the result to all.
 
 Two collectives per bucket (four when hierarchical), pipelined: while bucket k is on the wire, bucket k+1 is encoded and
-bucket
-k-1 is finished. Collectives are asynchronous and issued in the same order on all ranks. What is sent is the codec's
-business.
+bucket k-1 is finished. Collectives are asynchronous and issued in the same order on all ranks. What is sent is the
+codec's business.
 """
 
 from __future__ import annotations
@@ -129,8 +128,7 @@ class ExchangeSession:
     """An exchange under way.
 
     Every launch is a tick: the new bucket is encoded and sent, then every older one moves a stage on, oldest first. The
-    order
-    depends on the sequence of launches alone, so ranks that launch alike issue the same sequence of collectives.
+    order depends on the sequence of launches alone, so ranks that launch alike issue the same sequence of collectives.
     """
 
     def __init__(self, exchange: Exchange, codec: Codec) -> None:

@@ -47,12 +47,10 @@ class Reducer:
     """Averages gradients over the ranks of a transport, bucket by bucket, as they arrive.
 
     Each gradient is multiplied by ``1/n`` into a flat bucket (as DDP does) and the bucket is summed over the ranks as
-    soon as its
-    last gradient has landed and all earlier buckets have been launched; what never lands is launched by ``finish()`` as
-    zeros, so
-    there is no ``find_unused_parameters`` to set. Afterwards ``.grad`` is a view of the bucket: no copy back, and the
-    tensor
-    autograd made is freed. A parameter without a gradient on all ranks keeps ``.grad is None``.
+    soon as its last gradient has landed and all earlier buckets have been launched; what never lands is launched by
+    ``finish()`` as zeros, so there is no ``find_unused_parameters`` to set. Afterwards ``.grad`` is a view of the
+    bucket: no copy back, and the tensor autograd made is freed. A parameter without a gradient on all ranks keeps
+    ``.grad is None``.
 
     Args:
         params: parameters of any floating dtype; buckets follow their reverse order and never mix dtypes.

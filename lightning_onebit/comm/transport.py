@@ -181,9 +181,7 @@ class Transport:
             lambda out, inp: dist.all_to_all_single(out.view(-1), inp.view(-1), group=group, async_op=True),
         )
 
-    def all_gather(
-        self, out: Tensor, inp: Tensor, group: Group | None, *, what: str, link: str | None
-    ) -> Pending:
+    def all_gather(self, out: Tensor, inp: Tensor, group: Group | None, *, what: str, link: str | None) -> Pending:
         """Every rank's ``inp`` arrives as one row of ``out`` on all ranks. Asynchronous. ``link=None`` counts as control."""
         ranks = out.shape[0]
         nbytes = (ranks - 1) * inp.numel() * inp.element_size()
@@ -209,9 +207,7 @@ class Transport:
             return Pending(None, what, self)
         if isinstance(group, SimulatedGroup):
             return Pending(group.all_reduce(tensor), what, self)
-        return self._begin(
-            what, group, tensor, tensor, lambda out, _: dist.all_reduce(out, group=group, async_op=True)
-        )
+        return self._begin(what, group, tensor, tensor, lambda out, _: dist.all_reduce(out, group=group, async_op=True))
 
     def _begin(
         self,

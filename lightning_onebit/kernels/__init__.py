@@ -1,8 +1,7 @@
 """Kernels: the only device-specific code, behind one registry.
 
 ``reference`` (plain torch, any device) defines the semantics; ``cpu`` (compiled C++) and ``cuda`` (CuPy raw kernels)
-reproduce it bit
-for bit and are chosen automatically where they can run.
+reproduce it bit for bit and are chosen automatically where they can run.
 """
 
 from __future__ import annotations

@@ -16,10 +16,8 @@ class Packed:
     """Sign bits and scales of ``rows * blocks_per_row`` blocks, one row for each rank's chunk.
 
     A row holds ``blocks_per_row`` scales (fp32) followed by ``blocks_per_row * block_size / 32`` words (int32). Bit
-    ``k`` of
-    word ``j`` of a block is the sign bit of element ``k * (block_size / 32) + j`` (bit planes), so that a vector lane
-    or a GPU
-    thread owns one word. With ``scales=False`` (BinSGDM) the rows hold words only.
+    ``k`` of word ``j`` of a block is the sign bit of element ``k * (block_size / 32) + j`` (bit planes), so that a
+    vector lane or a GPU thread owns one word. With ``scales=False`` (BinSGDM) the rows hold words only.
 
     A row is exactly what one rank contributes to a collective: nothing is copied between packing and sending.
 

@@ -1,11 +1,9 @@
 """The kernels in plain torch: the definition that every other backend reproduces bit for bit.
 
 All arithmetic is IEEE fp32 with one rounding per operation and no fused multiply-add; sums run in a fixed order that a
-vector
-lane or a GPU thread can follow (see ``block_square_sums``). Only element-wise operations whose result IEEE 754
-prescribes are
-used, so the bits do not depend on the machine. The order of operations is part of the definition: change it nowhere
-alone.
+vector lane or a GPU thread can follow (see ``block_square_sums``). Only element-wise operations whose result IEEE 754
+prescribes are used, so the bits do not depend on the machine. The order of operations is part of the definition: change
+it nowhere alone.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ def block_square_sums(y: Tensor) -> Tensor:
     """Sum of squares of each block in the fixed order.
 
     Lane ``j`` of ``W = block_size / 32`` adds ``y[k*W + j]**2`` for ``k = 0 .. 31`` in turn; then the upper half of the
-    lanes is
-    folded on the lower until one is left (``h = (w + 1) // 2``).
+    lanes is folded on the lower until one is left (``h = (w + 1) // 2``).
 
     Args:
         y: fp32 ``(blocks, block_size)``, padding 0.
@@ -287,8 +284,7 @@ class ReferenceKernels:
         """First pass of a compressed LAMB step: fresh second moments and the partial norms of every block.
 
         ``ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (alpha*m)*r ; u = up + wd*x``, and the
-        ratio
-        ``D/Dfresh = 1/(r*(sqrt(fresh*c2) + eps))``.
+        ratio ``D/Dfresh = 1/(r*(sqrt(fresh*c2) + eps))``.
 
         Args:
             bucket: the block map (whole bucket).
@@ -500,5 +496,5 @@ class ReferenceKernels:
                 x.copy_(x * decay[span.block] + delta[blocks].flatten()[: span.numel])
 
     def mark_live(self, bucket: BlockMap, lo: int, hi: int, a: Tensor, words: Tensor) -> None:
-        """Bitmap of coordinates with ``a > 0``: int32 ``words`` ``(hi - lo, block_size/32)`` from fp32 flat ``a`` of blocks ``[lo, hi)``."""
+        """Bitmap of coordinates with ``a > 0``: int32 ``(hi - lo, block_size/32)`` from fp32 flat ``a`` of ``[lo, hi)``."""
         pack_bits((_as_blocks(a, bucket.block_size) > 0) & valid_mask(bucket.lengths[lo:hi], bucket.block_size), words)

@@ -25,13 +25,11 @@ class OnebitAdam(AdamMoments):
 
     ``.grad`` holds the local gradient; ``step()`` does all communication it owes. Do not wrap the module in
     DistributedDataParallel. Weight decay is decoupled, as in AdamW. Parameters may be fp32, bf16 or fp16 (fp32 master
-    weights are
-    kept for the latter two); all state is fp32.
+    weights are kept for the latter two); all state is fp32.
 
     Args:
         params: parameters or parameter groups. A group may set ``lr``, ``betas``, ``eps``, ``weight_decay`` and
-            ``compress=False``
-            (always averaged densely; its second moments keep learning).
+            ``compress=False`` (always averaged densely; its second moments keep learning).
         lr: learning rate, >= 0.
         betas: decay of the first and second moment, each in ``[0, 1)``.
         eps: added to the denominator, >= 0.

@@ -35,22 +35,19 @@ class BinSGDM(OnebitOptimizer):
     of it.
 
     The update has size lr in every coordinate. Randomness is counter-based (a hash of seed, step, rank and element), so
-    a run, its
-    resume and its twin on another device draw the same bits. A coordinate that has never had a gradient on any rank is
-    not moved: ranks
-    merge a bitmap of such coordinates at t = 1, 2, 4, 8, ... A world of one rank steps by ``m/a`` itself, undrawn.
+    a run, its resume and its twin on another device draw the same bits. A coordinate that has never had a gradient on
+    any rank is not moved: ranks merge a bitmap of such coordinates at t = 1, 2, 4, 8, ... A world of one rank steps by
+    ``m/a`` itself, undrawn.
 
     Args:
         params: parameters or parameter groups; a group may set ``lr``, ``beta``, ``weight_decay`` and
-            ``compress=False`` (averaged
-            densely and updated with ``m/a`` itself, undrawn).
+            ``compress=False`` (averaged densely and updated with ``m/a`` itself, undrawn).
         lr: learning rate; about Adam's own is a good start.
         beta: the one decay b of m and a, in ``[0, 1)``.
         weight_decay: decoupled weight decay.
         server: ``"random"`` binarises the mean at random (the paper); ``"mean"`` sends vote counts back (variance falls
-            with n, for
-            ``ceil(log2(n+1))`` bits per element on the way back); ``"majority"`` takes the majority (deterministic,
-            biased).
+            with n, for ``ceil(log2(n+1))`` bits per element on the way back); ``"majority"`` takes the majority
+            (deterministic, biased).
         seed: seed of the draws, the same on every rank.
         block_size: elements per block of the wire format, a multiple of 32.
         max_grad_norm: see ``OnebitAdam``, like the options after it.

@@ -91,10 +91,9 @@ class CommonOptions:
         kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
         timeout: seconds that a rank waits for the others in one collective.
         overlap: ``"step"`` pipelines the exchange within ``step()``; ``"backward"`` sends a bucket as soon as its last
-            gradient has
-            landed. The latter excludes what needs all gradients first: norm clipping and skipping a step (a non-finite
-            gradient is
-            then an error on all ranks); parameters that are trainable but get no gradient count as zero gradients.
+            gradient has landed. The latter excludes what needs all gradients first: norm clipping and skipping a step
+            (a non-finite gradient is then an error on all ranks); parameters that are trainable but get no gradient
+            count as zero gradients.
         residual_dtype: ``"float32"``, or ``"bfloat16"`` to halve the residuals' memory at some cost in accuracy.
     """
 

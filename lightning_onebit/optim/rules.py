@@ -70,8 +70,7 @@ def second_moment_floor(v: Tensor, phi: float) -> tuple[Tensor, Tensor]:
 
     Returns:
         ``(w, phi^2 w)``: fp32 0-d tensors, ``w`` the mean of the non-zero elements of ``v`` (0 if there are none).
-        Summed in
-        fp64, so that the rounded result does not depend on the order of summation.
+        Summed in fp64, so that the rounded result does not depend on the order of summation.
     """
     total = v.sum(dtype=torch.float64)
     count = torch.count_nonzero(v)
@@ -83,9 +82,8 @@ def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, c
     """``out = 1 / (sqrt(vd / correction) + eps)`` with cold and nearly cold coordinates bounded.
 
     It is 0 where the whole tensor is cold. ``vd_j = w if v_j == 0 else max(v_j, phi^2 w)``, ``w`` the mean of the
-    non-zero ``v`` of this tensor. A coordinate
-    that has seen
-    (almost) no gradient would otherwise divide compression noise by (almost) nothing.
+    non-zero ``v`` of this tensor. A coordinate that has seen (almost) no gradient would otherwise divide compression
+    noise by (almost) nothing.
 
     Args:
         v: fp32 1-D second moments of one parameter tensor; unchanged unless ``out`` is ``v``.
