@@ -6,6 +6,7 @@ The text of onebit.cu runs here on the CPU, one fibre per CUDA thread (tests/cud
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import subprocess
@@ -474,3 +475,26 @@ def test_kernels_are_compiled_once_per_device_and_launched_on_torchs_stream(cuda
     compiled = ("compile",)
     assert fake.calls == [compiled, *[(*launched, (77, 0))] * 2, compiled, *[(*launched, (77, 1))] * 2]
     assert not fake.current, "the user's CuPy stream is back"
+
+
+# ----- the benchmark ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs_where_there_is_no_gpu_to_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its program, not its numbers: every part runs and everything is written."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    gpu_kernels = __import__("gpu_kernels")
+    gpu_kernels.main(["--dry-run", "--elements", "100000", "--out", str(tmp_path)])
+    report = json.loads((tmp_path / "gpu_kernels.json").read_text())
+    assert set(gpu_kernels.TARGETS) <= set(report["results"]) and (tmp_path / "gpu_kernels.png").stat().st_size > 1000
+    measured = {row["name"].split()[0] for row in report["rows"]}
+    operations = {n for n in vars(CudaKernels) if not n.startswith("_") and n != "name"}
+    assert operations <= measured, "every operation of the backend is measured"
+    assert all(row["nbytes"] > 0 and row["milliseconds"] > 0 for row in report["rows"])
+    assert "fused AdamW" in capsys.readouterr().out
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit, match="2"):
+            gpu_kernels.main(["--out", str(tmp_path)])
