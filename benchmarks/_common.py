@@ -1,0 +1,103 @@
+"""What the benchmark scripts share: side-by-side timing, a description of the machine, result files."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def machine_info() -> dict[str, Any]:
+    """Processor, cores, memory, device and versions, for the head of a result file."""
+    import torch
+
+    info: dict[str, Any] = {
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if torch.cuda.is_available():
+        info["device"] = torch.cuda.get_device_name()
+        info["cuda"] = torch.version.cuda
+    return info
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()
+
+
+def side_by_side(
+    candidates: Mapping[str, Callable[[], Any]], *, repeats: int = 15, warm_up: int = 3
+) -> dict[str, list[float]]:
+    """Times candidates in turn, A B C A B C ..., so that a machine whose speed drifts drifts for all of them.
+
+    Args:
+        candidates: name -> what to time.
+        repeats: counted runs of each.
+        warm_up: runs of each that are not counted.
+
+    Returns:
+        Seconds of every counted run, by name.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for turn in range(warm_up + repeats):
+        for name, call in candidates.items():
+            start = time.perf_counter()
+            call()
+            if turn >= warm_up:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+def medians(seconds: Mapping[str, list[float]]) -> dict[str, float]:
+    """Median of each candidate, seconds."""
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def ratio(seconds: Mapping[str, list[float]], name: str, baseline: str) -> float:
+    """Median over turns of ``name / baseline``, pair by pair, which a drift of the machine hardly moves."""
+    return statistics.median(a / b for a, b in zip(seconds[name], seconds[baseline], strict=True))
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes a result file, making its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def horizontal_bars(
+    path: Path, values: Mapping[str, float], *, unit: str, title: str, highlight: str = "onebit"
+) -> None:
+    """A bar chart; bars whose name begins with ``highlight`` stand out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axis = plt.subplots(figsize=(7, 0.45 * len(values) + 1.4))
+    colors = ["tab:orange" if name.startswith(highlight) else "tab:blue" for name in values]
+    bars = axis.barh(list(values), list(values.values()), color=colors)
+    axis.bar_label(bars, fmt=" %.3g", fontsize=8)
+    axis.invert_yaxis()
+    axis.set_xlabel(unit)
+    axis.set_xlim(right=max(values.values()) * 1.15)
+    axis.set_title(title, fontsize=10)
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)

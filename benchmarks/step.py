@@ -1,0 +1,174 @@
+"""What a step costs without a slow network: the compressed step's local work, and the warm-up step against Lightning's ddp.
+
+    python benchmarks/step.py local      # compressed 1-bit Adam step against torch.optim.AdamW(fused=True), one process
+    python benchmarks/step.py warmup     # training steps through the Trainer, 2 processes: ddp against the dense stage of onebit_adam
+
+``local`` runs the whole optimizer step with the exchange turned into a copy in memory: gradient statistics, compress, server part, apply.
+``--ranks 2`` gives the server part the load of a rank among 2 (it reduces half of the blocks from 2 streams).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import slow_network
+from _common import RESULTS, horizontal_bars, machine_info, medians, ratio, side_by_side, write_json
+
+
+def _setting(layers: int) -> slow_network.Setting:
+    return slow_network.Setting([], 512, layers, 1, 64, 1, 1, 16.0, 0.0)
+
+
+def local(threads: int, repeats: int, layers: int, bucket_mb: list[float]) -> dict[str, Any]:
+    """The compressed step of a transformer of about ``3.15 M * layers`` parameters, in one process."""
+    import torch
+
+    from lightning_onebit.optim import OnebitAdam
+
+    torch.set_num_threads(threads)
+    candidates = {}
+    elements = 0
+
+    def model() -> Any:
+        net = slow_network._model(_setting(layers))
+        for p in net.parameters():
+            p.grad = torch.randn_like(p) * 1e-3
+        return net
+
+    base = model()
+    elements = sum(p.numel() for p in base.parameters())
+    fused = torch.optim.AdamW(base.parameters(), lr=1e-4, fused=True)
+    candidates["AdamW fused"] = fused.step
+    copies = [torch.empty(elements), torch.empty(elements)]
+    candidates["copy of the gradient"] = lambda: copies[0].copy_(copies[1])
+    for size in bucket_mb:
+        optimizer = OnebitAdam(
+            model().parameters(), lr=1e-4, freeze_step=1, force_compression=True, bucket_mb=size, kernels="cpu"
+        )
+        candidates[f"onebit step, {size:g} MB buckets"] = optimizer.step
+    seconds = side_by_side(candidates, repeats=repeats)
+    ratios = {name: ratio(seconds, name, "AdamW fused") for name in candidates}
+    return {"elements": elements, "threads": threads, "median_seconds": medians(seconds), "over_adamw_fused": ratios}
+
+
+def _train(strategy: str, out: Path, layers: int, steps: int) -> None:
+    import lightning.pytorch as pl
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    torch.set_num_threads(1)
+
+    class Module(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = slow_network._model(_setting(layers))
+            self.marks: list[float] = []
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return cross_entropy(self.net(batch[0][:, :-1]).flatten(0, 1), batch[0][:, 1:].flatten())
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.marks.append(time.perf_counter())
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=True)
+
+    import lightning_onebit as ob
+
+    chosen: Any = strategy
+    if strategy == "onebit_adam":
+        chosen = ob.OnebitStrategy(freeze_step=10**6)
+    data = torch.utils.data.TensorDataset(torch.randint(0, 256, (4 * steps, 65)))
+    module = Module()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy=chosen,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=1))
+    if trainer.is_global_zero:
+        import resource
+
+        gaps = [b - a for a, b in zip(module.marks[4:], module.marks[5:], strict=False)]
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        out.write_text(json.dumps({"seconds": gaps, "peak_bytes": peak}))
+
+
+def warmup(layers: int, steps: int, turns: int) -> dict[str, Any]:
+    """Alternates whole trainings by ddp and by onebit_adam's dense stage, 2 processes on this machine."""
+    import statistics
+
+    seconds: dict[str, list[float]] = {"ddp": [], "onebit_adam": []}
+    peaks: dict[str, list[float]] = {"ddp": [], "onebit_adam": []}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(turns):
+            for name in seconds:
+                out = Path(folder) / f"{name}{turn}.json"
+                command = [sys.executable, __file__, "train", "--strategy", name, "--out", str(out)]
+                command += ["--layers", str(layers), "--steps", str(steps)]
+                subprocess.run(command, check=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                result = json.loads(out.read_text())
+                seconds[name].append(statistics.median(result["seconds"]))
+                peaks[name].append(result["peak_bytes"])
+    return {
+        "median_seconds": medians(seconds),
+        "all_seconds": seconds,
+        "onebit_over_ddp": ratio(seconds, "onebit_adam", "ddp"),
+        "peak_bytes": medians(peaks),
+        "peak_onebit_over_ddp": ratio(peaks, "onebit_adam", "ddp"),
+    }
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["local", "warmup", "train"])
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--bucket-mb", type=float, nargs="+", default=[4.0, 16.0, 64.0])
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--strategy", help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    args = parser.parse_args()
+    if args.what == "train":
+        _train(args.strategy, args.out, args.layers, args.steps)
+        return
+    if args.what == "local":
+        result = local(args.threads, args.repeats, args.layers, args.bucket_mb)
+        print(f"{result['elements'] / 1e6:.1f} M parameters, {result['threads']} threads")
+        for name, value in result["median_seconds"].items():
+            print(f"  {name:<28}{value * 1e3:>9.2f} ms{result['over_adamw_fused'][name]:>8.2f}x AdamW fused")
+        values = {name: value * 1e3 for name, value in result["median_seconds"].items()}
+    else:
+        result = warmup(args.layers, args.steps, args.turns)
+        for name, value in result["median_seconds"].items():
+            print(f"  {name:<14}{value * 1e3:>9.1f} ms per step{result['peak_bytes'][name] / 2**20:>9.0f} MiB peak")
+        print(
+            f"  onebit_adam / ddp: {result['onebit_over_ddp']:.3f} in time, {result['peak_onebit_over_ddp']:.3f} in memory"
+        )
+        values = {name: value * 1e3 for name, value in result["median_seconds"].items()}
+    write_json(args.out / f"step_{args.what}.json", {"machine": machine_info(), **result})
+    horizontal_bars(
+        args.out / f"step_{args.what}.png", values, unit="ms per step (median)", title=f"step.py {args.what}"
+    )
+
+
+if __name__ == "__main__":
+    main()
