@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,32 @@ def test_no_kernel_waits_for_the_device(kernels: Any) -> None:
     finally:
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
+
+
+def test_a_step_waits_for_the_device_as_often_with_many_buckets_as_with_one(kernels: Any) -> None:
+    """What a step must know on the host costs a wait; what it does per bucket does not."""
+
+    def waits(bucket_mb: float) -> int:
+        params = [torch.nn.Parameter(torch.randn(70_000, device=DEVICE)) for _ in range(8)]
+        optimizer = OnebitAdam(params, freeze_step=1, force_compression=True, kernels="cuda", bucket_mb=bucket_mb)
+        count = 0
+        for step in range(4):
+            for p in params:
+                p.grad = torch.randn_like(p)
+            torch.cuda.synchronize()
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                torch.cuda.set_sync_debug_mode("warn")
+                try:
+                    optimizer.step()
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+            count = sum("synchronizing" in str(w.message) for w in caught) if step == 3 else 0
+        assert optimizer.ledger.compressed_steps == 3
+        return count
+
+    one, many = waits(64.0), waits(0.3)
+    assert one == many
 
 
 def test_kernels_run_on_torchs_current_stream(kernels: Any) -> None:

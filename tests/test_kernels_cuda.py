@@ -26,6 +26,7 @@ from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.kernels import KernelsUnavailable, Packed, cuda, get_backend
 from lightning_onebit.kernels.cuda import OPTIONS, SOURCE, CudaKernels
 from lightning_onebit.kernels.reference import ReferenceKernels
+from lightning_onebit.kernels.transfer import upload
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler to run the kernels on the CPU with")
 REFERENCE = ReferenceKernels()
@@ -243,6 +244,15 @@ def test_tables_are_uploaded_only_when_an_address_has_changed(shims: dict[str, C
     assert runtime.uploads == 2  # pieces and their owners
 
 
+def test_upload_copies_values_of_any_kind() -> None:
+    host = torch.arange(3, dtype=torch.int32)
+    copies = [upload(host, torch.device("cpu")), upload([0.0, 1.0, 2.0], torch.device("cpu"), torch.float32)]
+    copies.append(upload(host, torch.device("cpu"), torch.float64))
+    host[0] = 9
+    assert [c.tolist() for c in copies] == [[0, 1, 2]] * 3
+    assert [c.dtype for c in copies] == [torch.int32, torch.float32, torch.float64]
+
+
 def test_tables_of_forgotten_buckets_are_given_up(shims: dict[str, CudaKernels]) -> None:
     kernels = CudaKernels(ShimRuntime())
     w = cases.world(kernels, lambda t: t, 64, (100,))
@@ -250,6 +260,22 @@ def test_tables_of_forgotten_buckets_are_given_up(shims: dict[str, CudaKernels])
     assert len(kernels._layouts) == 1
     del w
     assert not kernels._layouts
+
+
+@needs_compiler
+def test_copies_of_what_a_kernel_cannot_read_outlive_the_launch() -> None:
+    """Memory given up before a launch may be handed out again and overwritten before the kernel reads it."""
+
+    class Greedy(ShimRuntime):
+        def launch(self, *arguments: Any) -> None:
+            taken = [torch.full((n,), float("nan")) for n in (100, 4097, 64) for _ in range(4)]
+            super().launch(*arguments)
+            del taken
+
+    kernels = CudaKernels(Greedy())
+    for name in cases.CASES:
+        if "odd" in name:
+            assert not compare(kernels, name, 96, (100, 4097, 64)), name
 
 
 def test_updates_in_place_are_seen_by_autograd(shims: dict[str, CudaKernels]) -> None:

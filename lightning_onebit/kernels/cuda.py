@@ -24,6 +24,7 @@ from torch import Tensor
 from lightning_onebit.kernels import BlockMap, KernelsUnavailable, SpanLike, Spans
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
+from lightning_onebit.kernels.transfer import upload
 
 SOURCE = Path(__file__).with_name("onebit.cu")
 # No contraction, no flushing of denormals, correctly rounded division and root: anything else would change the bits.
@@ -164,8 +165,8 @@ class CupyRuntime:
         return stream
 
     def upload(self, values: Tensor, device: torch.device) -> Tensor:
-        """See ``Runtime``. The pinned memory is torch's, which does not hand it out again before the copy is done."""
-        return values.pin_memory().to(device, non_blocking=True)
+        """See ``Runtime``."""
+        return upload(values, device)
 
     def stream(self, device: torch.device) -> int:
         """See ``Runtime``."""
@@ -220,6 +221,9 @@ class _Bound:
         self.codes: list[int] = []
         self._tensors: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
+        # addresses of block -> span and of the table on the device; this object must outlive the launch, since it holds the copies
+        self.tables: tuple[int, int] = (0, 0)
+        self._table: Tensor | None = None
         for tensor, numel in zip(spans, layout.numels, strict=True):
             if tensor is None:
                 self.addresses.append(0)
@@ -238,6 +242,12 @@ class _Bound:
                 self._tensors.append(tensor)
             self.addresses.append(tensor.data_ptr())
             self.codes.append(code)
+
+    def placed(self, layout: _Layout, table: Tensor) -> _Bound:
+        """Notes where the device has the addresses."""
+        self._table = table
+        self.tables = (layout.block_span.data_ptr(), table.data_ptr())
+        return self
 
     def written(self) -> None:
         """Makes what a kernel wrote visible: to the tensors that were copied, and to autograd's check of in-place changes."""
@@ -364,11 +374,11 @@ class CudaKernels(ReferenceKernels):
 
     def _bind(
         self, bucket: BlockMap, spans: Spans, name: str, device: torch.device, dtypes: dict[torch.dtype, int] = _DTYPES
-    ) -> tuple[_Bound, _Layout, Tensor]:
+    ) -> _Bound:
         with self._lock:
             layout = self._layout(bucket, device)
             bound = _Bound(layout, spans, name, dtypes, self._runtime.device_type)
-            return bound, layout, layout.table(self._runtime, device, bound.addresses, bound.codes)
+            return bound.placed(layout, layout.table(self._runtime, device, bound.addresses, bound.codes))
 
     def _lengths(self, bucket: BlockMap, lo: int = 0) -> int:
         return self._address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
@@ -420,15 +430,15 @@ class CudaKernels(ReferenceKernels):
     def gather(self, bucket: BlockMap, spans: Spans, out: Tensor) -> None:
         """Spans to flat fp32 with zero padding."""
         target = self._address(out, "out", bucket.elements)
-        _, layout, table = self._bind(bucket, spans, "spans", out.device)
-        arguments = (self._lengths(bucket), layout.block_span.data_ptr(), table.data_ptr(), target)
+        bound = self._bind(bucket, spans, "spans", out.device)
+        arguments = (self._lengths(bucket), *bound.tables, target)
         self._launch("gather", out.device, bucket.block_size, bucket.blocks, arguments)
 
     def scatter(self, bucket: BlockMap, flat: Tensor, spans: Spans) -> None:
         """Flat fp32 to spans, cast to their dtype."""
         source = self._address(flat, "flat", bucket.elements)
-        bound, layout, table = self._bind(bucket, spans, "spans", flat.device)
-        arguments = (self._lengths(bucket), layout.block_span.data_ptr(), table.data_ptr(), source)
+        bound = self._bind(bucket, spans, "spans", flat.device)
+        arguments = (self._lengths(bucket), *bound.tables, source)
         self._launch("scatter", flat.device, bucket.block_size, bucket.blocks, arguments)
         bound.written()
 
@@ -518,7 +528,7 @@ class CudaKernels(ReferenceKernels):
                 kind, packed_m = "packed", self._payload(m, "m", blocks, size)
             else:
                 kind, flat_m = "flat", self._address(m, "m", elements)
-        factor_g, flat_g, tables = 0, 0, (0, 0)
+        factor_g, flat_g, bound = 0, 0, None
         if g is not None:
             factor_g = self._address(b, "b", blocks)
             if isinstance(g, Tensor):
@@ -526,13 +536,13 @@ class CudaKernels(ReferenceKernels):
             else:
                 if blocks != bucket.blocks:
                     raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
-                _, layout, table = self._bind(bucket, g, "g", device)
-                tables = (layout.block_span.data_ptr(), table.data_ptr())
+                bound = self._bind(bucket, g, "g", device)
         residual = self._address(e, "e", elements)
         lanes = size // BITS_PER_WORD
         wide = lanes % 4 == 0 and lanes <= _MAX_THREADS and residual % 16 == 0 and flat_m % 16 == 0
         arguments = (
-            *(self._lengths(bucket, lo), factor_m, flat_m, *packed_m, factor_g, flat_g, *tables, residual),
+            *(self._lengths(bucket, lo), factor_m, flat_m, *packed_m, factor_g, flat_g),
+            *(*(bound.tables if bound is not None else (0, 0)), residual),
             *self._payload(out, "out", blocks, size),
         )
         name = f"compress_vectors_{kind}" if wide else f"compress_{kind}"
@@ -584,8 +594,8 @@ class CudaKernels(ReferenceKernels):
         **more: Any,
     ) -> None:
         """Launches a kernel that reads or updates fp32 weights."""
-        bound, layout, table = self._bind(bucket, spans, "spans", device, _FP32_ONLY)
-        tables = (self._lengths(bucket), layout.block_span.data_ptr(), table.data_ptr())
+        bound = self._bind(bucket, spans, "spans", device, _FP32_ONLY)
+        tables = (self._lengths(bucket), *bound.tables)
         self._launch(name, device, bucket.block_size, bucket.blocks, (*tables, *arguments), **more)
         if name != "lamb_update":  # which only reads the weights
             bound.written()
@@ -658,7 +668,7 @@ class CudaKernels(ReferenceKernels):
         factors: Tensor,
     ) -> None:
         """``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay``."""
-        _, _, gradients = self._bind(bucket, g, "g", m.device)
+        gradients = self._bind(bucket, g, "g", m.device)
         flats = ((m, "m"), (u, "u"), (r, "r"), (anchor, "anchor"))
         addresses = [self._address(tensor, name, bucket.elements) for tensor, name in flats]
         self._apply(
@@ -666,7 +676,7 @@ class CudaKernels(ReferenceKernels):
             bucket,
             spans,
             m.device,
-            (gradients.data_ptr(), *addresses, self._address(factors, "factors", 4 * bucket.blocks)),
+            (gradients.tables[1], *addresses, self._address(factors, "factors", 4 * bucket.blocks)),
         )
 
     # ----- BinSGDM ----------------------------------------------------------------------------------------------------
@@ -688,14 +698,14 @@ class CudaKernels(ReferenceKernels):
     ) -> None:
         """``m = b*m + o*g ; a = b*a + o*|g|``, then bits of ``Q(m/a)``."""
         size, blocks = bucket.block_size, hi - lo
-        flat, tables = 0, (0, 0)
+        flat, bound = 0, None
         if isinstance(g, Tensor):
             flat = self._address(g, "g", blocks * size)
         else:
             if blocks != bucket.blocks:
                 raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
-            _, layout, table = self._bind(bucket, g, "g", m.device)
-            tables = (layout.block_span.data_ptr(), table.data_ptr())
+            bound = self._bind(bucket, g, "g", m.device)
+        tables = bound.tables if bound is not None else (0, 0)
         arguments = (
             *(self._lengths(bucket, lo), self._address(b, "b", blocks), self._address(o, "o", blocks), flat, *tables),
             *(self._address(m, "m", blocks * size), self._address(a, "a", blocks * size), *key, first_block),

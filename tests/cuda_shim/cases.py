@@ -175,6 +175,12 @@ def gather(w: World, shift: int) -> Results:
     return [out]
 
 
+def gather_odd(w: World) -> Results:
+    out = w.put(torch.full((w.bucket.elements,), float("nan")))
+    w.kernels.gather(w.bucket, w.odd_spans(), out)
+    return [out]
+
+
 def scatter(w: World, shift: int) -> Results:
     flat = w.host_flat()
     flat[::7] = 1.0 + flat[::7].abs().clamp(max=1) * 2**-9  # ties and near ties of 16-bit rounding
@@ -214,8 +220,9 @@ def lamb_apply(w: World, shift: int) -> Results:
     return _present(spans)
 
 
-def local_step(w: World, shift: int) -> Results:
-    spans, grads = w.spans(dtypes=DTYPES[:1], missing=2), w.spans(shift=shift)
+def local_step(w: World, gradient: str) -> Results:
+    spans = w.spans(dtypes=DTYPES[:1], missing=2)
+    grads = w.odd_spans() if gradient == "odd" else w.spans(shift=int(gradient == "shifted"))
     m, u, r, anchor = w.flat(), w.flat(), w.flat(positive=True), w.flat()
     factors = w.put(torch.stack([w.per_param().cpu() for _ in range(4)]))
     w.kernels.local_step(w.bucket, spans, grads, m, u, r, anchor, factors)
@@ -227,7 +234,7 @@ def sample(w: World, gradient: str) -> Results:
     a[::11] = 0.0
     a = torch.maximum(a, m.abs())
     m, a = w.put(m), w.put(a)
-    g = w.flat() if gradient == "flat" else w.spans()
+    g = {"flat": w.flat, "spans": w.spans, "odd": w.odd_spans}[gradient]()
     out = w.payload(w.blocks // w.row_blocks, w.row_blocks, fill=False, scales=False)
     b, o = w.factors(w.blocks), w.factors(w.blocks)
     key = draw_key(7, 3, 1, WORKER_STREAM)
@@ -276,12 +283,13 @@ CASES: dict[str, Callable[[World], Results]] = {
     "unpack": unpack,
     **{f"gather shifted {s}": (lambda w, s=s: gather(w, s)) for s in (0, 1)},
     **{f"scatter shifted {s}": (lambda w, s=s: scatter(w, s)) for s in (0, 1)},
+    "gather odd": gather_odd,
     "scatter odd": scatter_odd,
     **{f"apply_adam shifted {s}": (lambda w, s=s: apply_adam(w, s)) for s in (0, 1)},
     **{f"lamb_update {old}": (lambda w, old=old: lamb_update(w, old)) for old in ("flat", "packed")},
     **{f"lamb_apply shifted {s}": (lambda w, s=s: lamb_apply(w, s)) for s in (0, 1)},
-    **{f"local_step shifted {s}": (lambda w, s=s: local_step(w, s)) for s in (0, 1)},
-    **{f"sample {g}": (lambda w, g=g: sample(w, g)) for g in ("flat", "spans")},
+    **{f"local_step {g}": (lambda w, g=g: local_step(w, g)) for g in ("spans", "shifted", "odd")},
+    **{f"sample {g}": (lambda w, g=g: sample(w, g)) for g in ("flat", "spans", "odd")},
     **{
         f"vote {mode} {rows}": (lambda w, mode=mode, rows=rows: vote(w, mode, rows))
         for mode in ("random", "majority", "mean")

@@ -1,0 +1,28 @@
+"""Small facts of the host on their way to a device, without waiting for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Tensor | Sequence[float], device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A copy of host values on a device, ordered on its current stream.
+
+    ``torch.tensor(values, device="cuda")`` waits until the device has done everything queued before, because pageable memory may
+    change after the call. Pinned memory of torch's allocator is not handed out again before the copy is done, so nobody needs to wait.
+
+    Args:
+        values: a host tensor, or numbers.
+        device: where the copy goes.
+        dtype: of the copy (None: of the values).
+
+    Returns:
+        A tensor that shares no memory with ``values``.
+    """
+    host = values.to(dtype or values.dtype) if isinstance(values, Tensor) else torch.tensor(values, dtype=dtype)
+    if torch.device(device).type == "cuda":
+        return host.pin_memory().to(device, non_blocking=True)
+    return host.to(device, copy=host is values)
