@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_onebit.comm.buckets import Bucket
 from lightning_onebit.comm.transport import Pending, Transport
+from lightning_onebit.kernels.transfer import upload
 
 
 class Codec(Protocol):
@@ -121,7 +122,7 @@ def mean_in_order(parts: Tensor) -> Tensor:
     total = parts[0].clone()
     for row in range(1, parts.shape[0]):
         total += parts[row]
-    return total.mul_(torch.tensor(1.0 / parts.shape[0], dtype=torch.float32, device=parts.device))
+    return total.mul_(upload([1.0 / parts.shape[0]], parts.device, torch.float32))
 
 
 class ExchangeSession:

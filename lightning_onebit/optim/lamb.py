@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.base import Phase
 from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_number
@@ -178,7 +179,7 @@ class OnebitLamb(AdamMoments):
             bias_correction=settings["bias_correction"],
             clip=(settings["min_coeff"], settings["max_coeff"]),
         )
-        index = torch.tensor(members, device=self._device)
+        index = upload(members, self._device)
         average = self._scalars["coeff_average"]
         beta = settings["coeff_beta"]
         moved = torch.where(coeffs != 1, beta * average[index] + (1 - beta) * coeffs, average[index])
@@ -242,8 +243,8 @@ class OnebitLamb(AdamMoments):
                 self._per_block(bucket, lambda i: self._group(i)["weight_decay"]),
                 step[bucket.block_param],
             )
-        index = torch.tensor([i for i in self._slots if self._active[i]], device=self._device)
-        slots = torch.tensor([s for s, i in enumerate(self._slots) if self._active[i]], device=self._device)
+        index = upload([i for i in self._slots if self._active[i]], self._device)
+        slots = upload([s for s, i in enumerate(self._slots) if self._active[i]], self._device)
         self._scalars["last_coeff"][index] = coefficient[slots]
         self._partials, self._exchanged = {}, {}
 
@@ -263,18 +264,18 @@ class OnebitLamb(AdamMoments):
         up, u = squares[:, 0].sqrt(), squares[:, 1].sqrt()
         factor = torch.where(largest > 0, largest, torch.ones_like(largest))
         k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
-        decays = torch.tensor([self._group(i)["weight_decay"] > 0 for i in self._slots], device=self._device)
+        decays = upload([self._group(i)["weight_decay"] > 0 for i in self._slots], self._device)
         factor = torch.where(decays, factor * k + (1 - k), factor)
-        index = torch.tensor(self._slots, device=self._device)
+        index = upload(self._slots, self._device)
         last = self._scalars["last_factor"][index]
         factor = factor.clamp(s["factor_min"], s["factor_max"])
         factor = torch.minimum(
             torch.maximum(factor, last * (1 - s["factor_threshold"])), last * (1 + s["factor_threshold"])
         )
-        active = torch.tensor([self._active[i] for i in self._slots], device=self._device)
+        active = upload([self._active[i] for i in self._slots], self._device)
         self._scalars["last_factor"][index] = torch.where(active, factor, last)
         coefficient = self._scalars["coeff_average"][index] * factor
-        lr = torch.tensor([self._group(i)["lr"] for i in self._slots], dtype=torch.float64, device=self._device)
+        lr = upload([self._group(i)["lr"] for i in self._slots], self._device, torch.float64)
         return (lr * coefficient).float(), coefficient
 
     def _per_slot_partials(self) -> tuple[Tensor, Tensor]:
@@ -287,7 +288,7 @@ class OnebitLamb(AdamMoments):
         counts = self._slot_blocks()
         # blocks lie in reverse parameter order, and padding blocks come last
         used = rows[: sum(counts)]
-        lengths = torch.tensor(list(reversed(counts)), device=self._device)
+        lengths = upload(list(reversed(counts)), self._device)
         sums = torch.segment_reduce(used[:, :2], "sum", lengths=lengths, initial=0.0, unsafe=True)
         largest = torch.segment_reduce(used[:, 2:], "max", lengths=lengths, initial=0.0, unsafe=True)
         return sums.flip(0), largest.flip(0)[:, 0]

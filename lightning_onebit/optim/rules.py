@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from lightning_onebit.kernels.transfer import upload
+
 # state_steps beyond which every bias correction 1 - beta**t is exactly 1 in floating point
 _NO_BIAS_CORRECTION = 1e18
 # elements treated at once where a rule needs temporaries, so that none grows with the model
@@ -53,7 +55,7 @@ def dense_adamw_(
         list(m),
         list(v),
         [],
-        list(torch.tensor(counts, dtype=torch.float32, device=x[0].device).unbind()),
+        list(upload(counts, x[0].device, torch.float32).unbind()),
         fused=True,
         amsgrad=False,
         beta1=betas[0],
@@ -96,7 +98,7 @@ def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, c
     if not bool(w > 0):
         out.zero_()
         return
-    scale = torch.tensor(correction, dtype=torch.float32, device=v.device)
+    scale = upload([correction], v.device, torch.float32)
     for start in range(0, v.numel(), _CHUNK):
         piece = v[start : start + _CHUNK]
         vd = torch.where(piece == 0, w, torch.maximum(piece, floor))
