@@ -195,8 +195,8 @@ def test_the_freeze_starts_fresh_moments_at_the_frozen_ones() -> None:
 
 def nothing_worker(group: Any, rank: int, world: int) -> dict[str, Any]:
     """Five tensors: ordinary, never a gradient, zero gradients, zero weights, first gradient after the freeze."""
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(70)) for _ in range(5)]
+    same = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(70, generator=same)) for _ in range(5)]
     with torch.no_grad():
         params[3].zero_()
     optimizer = OnebitLamb(params, lr=0.01, freeze_step=4, weight_decay=0.0, block_size=32, process_group=group)

@@ -117,8 +117,8 @@ def test_lr_zero_between_synchronisations_still_feeds_the_momentum() -> None:
 
 
 def groups_at_zero(group: Any, rank: int, world: int) -> Any:
-    torch.manual_seed(0)
-    params = [torch.nn.Parameter(torch.randn(90)) for _ in range(2)]
+    same = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(90, generator=same)) for _ in range(2)]
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.0}]
     optimizer = ZeroOneAdam(groups, process_group=group, **SCHEDULE)
     draws = torch.Generator().manual_seed(rank)
