@@ -1,23 +1,388 @@
 """What a checkpoint holds of compressed training.
 
 The ``.ckpt`` is one ordinary Lightning file: what all ranks share (weights, momentum, variance, phase, counters) is the optimizer's
-ordinary state, which another world size, plain DDP and ``load_from_checkpoint`` read alone. Residuals differ by rank and are not in it.
+ordinary state, which another world size, plain DDP and ``load_from_checkpoint`` read alone. What differs by rank, residuals above
+all, lies beside it in one file per rank, a *shard*::
+
+    epoch=3.ckpt
+    epoch=3.ckpt.onebit/<id>/rank-00000-of-00002.pt
+    epoch=3.ckpt.onebit/<id>/rank-00001-of-00002.pt
+
+The id is drawn anew at every save and stamped into the ``.ckpt`` and its shards. Shards are complete before the ``.ckpt`` appears under
+its name, and those of a ``.ckpt`` that is being overwritten are removed only afterwards: whenever a run dies, the ``.ckpt`` that can be
+seen has its shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+from torch import Tensor
+
+from lightning_onebit.comm import Transport
 from lightning_onebit.optim import OnebitOptimizer, Phase
+from lightning_onebit.optim.redistribute import Redistribution
+
+log = logging.getLogger("lightning_onebit")
+
+SHARD_VERSION = 1
+#: key of the stamp in a ``.ckpt``
+STAMP_KEY = "lightning_onebit"
+_ID = re.compile(r"[0-9a-f]{32}")
+# longest message that ranks tell each other, bytes
+_MESSAGE_BYTES = 1024
 
 
-def restore_residuals(optimizers: Sequence[OnebitOptimizer]) -> list[OnebitOptimizer]:
-    """Completes optimizers whose replicated state has just been loaded with what differs by rank.
+class ShardError(RuntimeError):
+    """A shard, or the checkpoint it belongs to, could not be written or read; the message names the file and the reason."""
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Says in a ``.ckpt`` which shards belong to it.
+
+    Attributes:
+        id: 32 hexadecimal digits, drawn by rank 0 at every save.
+        world_size: number of ranks that saved.
+        shards: whether there are shards; in a dense warm-up, and in a world of one rank, nothing differs by rank.
+        version: format of the shards.
+    """
+
+    id: str
+    world_size: int
+    shards: bool
+    version: int = SHARD_VERSION
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, readable with ``weights_only=True``."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, checkpoint: Mapping[str, Any]) -> Stamp | None:
+        """The stamp of a loaded ``.ckpt``; None if it has none (plain DDP's, say).
+
+        Raises:
+            ShardError: not a stamp that this release can read.
+        """
+        found = checkpoint.get(STAMP_KEY)
+        if found is None:
+            return None
+        try:
+            stamp = cls(**found)
+        except TypeError as error:
+            raise ShardError(f"the checkpoint's entry {STAMP_KEY!r} is damaged: {error}") from error
+        if stamp.version > SHARD_VERSION:
+            raise ShardError(
+                f"shards of format {stamp.version} are newer than this release reads ({SHARD_VERSION}); upgrade"
+            )
+        # it becomes part of a path
+        if not (isinstance(stamp.id, str) and _ID.fullmatch(stamp.id) and isinstance(stamp.world_size, int)):
+            raise ShardError(f"the checkpoint's entry {STAMP_KEY!r} is damaged: {found!r}")
+        return stamp
+
+
+# ----- files ----------------------------------------------------------------------------------------------------------
+
+
+def resolve(checkpoint_path: str) -> str:
+    """The file that a checkpoint's path stands for: ``last.ckpt`` may be a link to the one that has the shards."""
+    fs, path = url_to_fs(checkpoint_path)
+    return os.path.realpath(path) if isinstance(fs, LocalFileSystem) else checkpoint_path
+
+
+def shard_path(checkpoint_path: str, stamp: Stamp, rank: int) -> str:
+    """Where the shard of a rank lies: a path or URL beside that of the ``.ckpt``."""
+    return f"{_folder(checkpoint_path)}/{stamp.id}/rank-{rank:05d}-of-{stamp.world_size:05d}.pt"
+
+
+def _folder(checkpoint_path: str) -> str:
+    return f"{checkpoint_path}.onebit"
+
+
+def write_shard(checkpoint_path: str, stamp: Stamp, rank: int, states: Sequence[Mapping[str, Any]]) -> None:
+    """Writes what only this rank has; on local filesystems the file appears under its name when it is complete.
 
     Args:
-        optimizers: the compressed optimizers, after ``load_state_dict``.
+        checkpoint_path: path or URL of the ``.ckpt``.
+        stamp: of the ``.ckpt``.
+        rank: whose shard.
+        states: ``residual_state_dict()`` of each compressed optimizer.
+
+    Raises:
+        ShardError: the file cannot be written.
+    """
+    # one copy in the host's memory serves both the checksum and the file
+    states = [{**state, "tensors": {k: _on_host(t) for k, t in state["tensors"].items()}} for state in states]
+    shard = {**stamp.as_dict(), "rank": rank, "optimizers": states, "sha256": checksum(states)}
+    target = shard_path(checkpoint_path, stamp, rank)
+    try:
+        fs, path = url_to_fs(target)
+        fs.makedirs(path.rpartition("/")[0], exist_ok=True)
+        if not isinstance(fs, LocalFileSystem):
+            # object stores show a file when it is complete; others may show half of it, which no visible .ckpt belongs to
+            with fs.open(path, "wb") as file:
+                torch.save(shard, file)
+            return
+        temporary = f"{path}.{os.getpid()}.tmp"
+        try:
+            with open(temporary, "wb") as file:
+                torch.save(shard, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.remove(temporary)
+            raise
+    except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
+        raise ShardError(f"cannot write {target}: {error}") from error
+
+
+def read_shard(checkpoint_path: str, stamp: Stamp, rank: int) -> list[dict[str, Any]]:
+    """The states that ``write_shard()`` was given, tensors on the CPU.
+
+    Nothing in the file is executed (``weights_only=True``).
+
+    Raises:
+        ShardError: missing, damaged, of another save, or not inside the checkpoint's folder.
+    """
+    target = shard_path(checkpoint_path, stamp, rank)
+    fs, path = url_to_fs(target)
+    local = isinstance(fs, LocalFileSystem)
+    if local and not _inside(path, os.path.dirname(url_to_fs(checkpoint_path)[1])):
+        raise ShardError(f"{target} leads outside of the checkpoint's folder")
+    if not fs.exists(path):
+        raise ShardError(f"{target} is missing")
+    try:
+        if local:
+            shard = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        else:
+            with fs.open(path, "rb") as file:
+                shard = torch.load(file, map_location="cpu", weights_only=True)
+        found = {key: shard[key] for key in ("id", "world_size", "version", "rank")}
+        states, written = shard["optimizers"], shard["sha256"]
+        actual = checksum(states)
+    except Exception as error:  # a damaged file may make torch's reader raise anything
+        raise ShardError(f"{target} is damaged: {type(error).__name__}: {error}") from error
+    expected = {"id": stamp.id, "world_size": stamp.world_size, "version": stamp.version, "rank": rank}
+    if found != expected:
+        raise ShardError(f"{target} belongs to another checkpoint: it says {found}, {expected} was expected")
+    if actual != written:
+        raise ShardError(f"{target} is damaged: its content has another checksum than when it was written")
+    return list(states)
+
+
+def remove_shards(checkpoint_path: str, keep: Collection[str] = ()) -> None:
+    """Removes the shards beside a ``.ckpt`` except those with the ids ``keep``, and their folder when it is empty.
+
+    Failing to do so is no reason to end a run: it is only logged.
+    """
+    fs, folder = url_to_fs(_folder(checkpoint_path))
+    try:
+        if not fs.exists(folder):
+            return
+        found = [str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(folder, detail=False)]
+        if not set(found) & set(keep):
+            fs.rm(folder, recursive=True)
+            return
+        for name in found:
+            if name not in keep:
+                fs.rm(f"{folder}/{name}", recursive=True)
+    except OSError as error:
+        log.warning("cannot remove old shards in %s: %s", folder, error)
+
+
+def checksum(states: Sequence[Mapping[str, Any]]) -> str:
+    """SHA-256 over layouts, names and bytes of all tensors, hexadecimal."""
+    digest = hashlib.sha256()
+    for state in states:
+        layout = {key: value for key, value in state.items() if key != "tensors"}
+        digest.update(json.dumps(layout, sort_keys=True).encode())
+        for name, tensor in sorted(state["tensors"].items()):
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            digest.update(memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+    return digest.hexdigest()
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach().cpu()
+    # the file must not carry a larger buffer that the tensor is a part of
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size() else tensor
+
+
+def _inside(path: str, folder: str) -> bool:
+    folder = os.path.realpath(folder)
+    return os.path.commonpath([os.path.realpath(path), folder]) == folder
+
+
+# ----- all ranks ------------------------------------------------------------------------------------------------------
+
+
+def agree(transport: Transport, message: str, device: torch.device, what: str) -> str | None:
+    """Tells all ranks what has gone wrong on any; also waits for all of them, within the transport's bound.
+
+    Args:
+        transport: the ranks.
+        message: what went wrong here; empty if nothing did.
+        device: of the parameters.
+        what: name of the occasion, for failures.
 
     Returns:
-        Those that go on compressing with residuals that start from zero.
+        The message of the first rank that has one, with its rank; None if none has.
     """
+    device = transport.device(device)
+    mine = torch.zeros(_MESSAGE_BYTES, dtype=torch.uint8, device=device)
+    text = message.encode()[:_MESSAGE_BYTES]
+    if text:
+        mine[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(device)
+    rows = torch.empty((transport.size, _MESSAGE_BYTES), dtype=torch.uint8, device=device)
+    transport.all_gather(rows, mine, transport.topology.group, what=what, link=None).wait()
+    for rank, row in enumerate(rows.cpu()):
+        said = bytes(row.tolist()).rstrip(b"\0")
+        if said:
+            return f"rank {rank}: {said.decode(errors='replace')}"
+    return None
+
+
+def save_shards(
+    checkpoint_path: str,
+    stamp: Stamp,
+    transport: Transport,
+    states: Sequence[Mapping[str, Any]],
+    device: torch.device,
+    publish: Callable[[], None],
+    *,
+    clean_up: bool = True,
+) -> None:
+    """Writes the shards of all ranks, then the ``.ckpt``. Collective.
+
+    Args:
+        checkpoint_path: path or URL of the ``.ckpt``, the same on all ranks.
+        stamp: drawn by rank 0.
+        transport: the ranks that save.
+        states: ``residual_state_dict()`` of each compressed optimizer.
+        device: of the parameters.
+        publish: makes the ``.ckpt`` appear (does nothing on ranks other than 0).
+        clean_up: whether shards of a ``.ckpt`` that ``publish`` fails to write are removed.
+
+    Raises:
+        ShardError: on every rank, if any rank cannot write; an older checkpoint of this name stays whole.
+    """
+    rank, problem = transport.topology.rank, ""
+    if stamp.shards:
+        try:
+            write_shard(checkpoint_path, stamp, rank, states)
+        except ShardError as error:
+            problem = str(error)
+    failed = agree(transport, problem, device, "saving shards")
+    if failed is None:
+        raised: Exception | None = None
+        try:
+            publish()
+        except Exception as reason:
+            raised = reason
+        failed = agree(transport, f"cannot write {checkpoint_path}: {raised}" if raised else "", device, "saving")
+        if raised is not None:
+            if clean_up:
+                _forget(checkpoint_path, stamp)
+            raise raised
+    elif rank == 0:
+        _forget(checkpoint_path, stamp)
+    if failed is not None:
+        raise ShardError(f"the checkpoint is not saved; an older one of the same name is as it was. {failed}")
+
+
+def _forget(checkpoint_path: str, stamp: Stamp) -> None:
+    fs, folder = url_to_fs(f"{_folder(checkpoint_path)}/{stamp.id}")
+    with contextlib.suppress(OSError):
+        if fs.exists(folder):
+            fs.rm(folder, recursive=True)
+
+
+def restore_residuals(
+    checkpoint_path: str,
+    stamp: Stamp,
+    transport: Transport,
+    optimizers: Sequence[OnebitOptimizer],
+    device: torch.device,
+) -> str | None:
+    """Completes optimizers whose replicated state has just been loaded with what differs by rank. Collective.
+
+    Into the world it was saved from, everything returns bit for bit. Into another one it is redistributed (see
+    ``Redistribution``), reading one shard at a time.
+
+    Args:
+        checkpoint_path: path or URL of the ``.ckpt``.
+        stamp: of the ``.ckpt``; it has shards.
+        transport: the ranks of this run.
+        optimizers: the compressed optimizers, after ``load_state_dict``.
+        device: of the parameters.
+
+    Returns:
+        A sentence about what was redistributed; None when all is as it was.
+
+    Raises:
+        ShardError: on every rank, if any rank finds a shard missing, damaged or unsuitable. No optimizer has been changed.
+    """
+    states: list[dict[str, Any]] = []
+    said, problem = None, ""
+    try:
+        states, said = _states_for(resolve(checkpoint_path), stamp, transport.topology.rank, optimizers)
+    except (ShardError, ValueError, KeyError) as error:
+        problem = str(error)
+    failed = agree(transport, problem, device, "loading shards")
+    if failed is not None:
+        raise ShardError(failed)
+    for optimizer, state in zip(optimizers, states, strict=True):
+        optimizer.load_residual_state_dict(state)
+    return said
+
+
+def _states_for(
+    checkpoint_path: str, stamp: Stamp, rank: int, optimizers: Sequence[OnebitOptimizer]
+) -> tuple[list[dict[str, Any]], str | None]:
+    """This rank's states, and what was redistributed."""
+    mine = [{k: v for k, v in optimizer.residual_state_dict().items() if k != "tensors"} for optimizer in optimizers]
+    if stamp.world_size == mine[0]["world_size"]:
+        states = _checked(read_shard(checkpoint_path, stamp, rank), len(mine))
+        if all({**state, "tensors": 0} == {**own, "tensors": 0} for state, own in zip(states, mine, strict=True)):
+            return states, None
+    parts = [Redistribution(own) for own in mine]
+    nodes = 1
+    for other in range(stamp.world_size):
+        states = _checked(read_shard(checkpoint_path, stamp, other), len(mine))
+        for part, state in zip(parts, states, strict=True):
+            part.add(state)
+        nodes = states[0]["ranks_per_node"]
+    dropped = any(part.dropped for part in parts)
+    return [part.result() for part in parts], (
+        f"residuals of {_world(stamp.world_size, nodes)} continue on {_world(mine[0]['world_size'], mine[0]['ranks_per_node'])}: "
+        "server residuals are cut anew, worker residuals (BinSGDM: momenta and magnitudes) are averaged over ranks"
+        + ("; steps that ranks had made alone since the last synchronisation are dropped" if dropped else "")
+    )
+
+
+def _checked(states: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    if len(states) != count:
+        raise ShardError(f"the shards hold the state of {len(states)} compressed optimizers, this run has {count}")
+    return states
+
+
+def _world(size: int, ranks_per_node: int) -> str:
+    return f"{size} rank{'s' * (size > 1)}" + (f" ({ranks_per_node} per node)" if ranks_per_node > 1 else "")
+
+
+def restarted(optimizers: Sequence[OnebitOptimizer]) -> list[OnebitOptimizer]:
+    """Those that go on compressing with residuals that start from zero, when there is nothing to restore."""
     return [optimizer for optimizer in optimizers if optimizer.phase is not Phase.WARMUP and optimizer.compresses]

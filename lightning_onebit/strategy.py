@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +24,15 @@ from torch.distributed.utils import _sync_module_states
 from torch.nn.parameter import is_lazy
 
 from lightning_onebit._trees import BOUND_MODULES, PACKAGES, TREES, tree_of
-from lightning_onebit.checkpoint import restore_residuals
+from lightning_onebit.checkpoint import (
+    STAMP_KEY,
+    ShardError,
+    Stamp,
+    remove_shards,
+    restarted,
+    restore_residuals,
+    save_shards,
+)
 from lightning_onebit.comm import (
     DEFAULT_TIMEOUT,
     ByteLedger,
@@ -47,6 +56,8 @@ log = logging.getLogger("lightning_onebit")
 # As DistributedDataParallel: how much one broadcast carries, and how large a bucket of dense averaging is.
 _BROADCAST_BYTES = 250 * 2**20
 _BUCKET_BYTES = 25 * 2**20
+# An asynchronous plugin may still be writing this many checkpoints of the same name: their shards stay.
+_ASYNC_GENERATIONS = 3
 
 
 class OnebitMixin(_Base):
@@ -78,6 +89,8 @@ class OnebitMixin(_Base):
         hierarchical: whether ranks of a node average first and share the work of the exchange between nodes: ``"auto"`` (with more
             than one node and more than one rank per node), True or False.
         ranks_per_node: overrides how many consecutive ranks count as a node (one machine can play several).
+        strict_residuals: whether resuming raises when what differs by rank (residuals) is missing or damaged, or, as by default,
+            warns and goes on with residuals that start from zero.
         freeze_step: algorithm's option, like all that follow: number of dense steps. None means "not given", here and below;
             see the optimizer's class for meanings and defaults.
         bias_correction: correct the moments' bias as AdamW does.
@@ -135,6 +148,7 @@ class OnebitMixin(_Base):
         overlap_dense: bool = True,
         hierarchical: bool | Literal["auto"] = "auto",
         ranks_per_node: int | None = None,
+        strict_residuals: bool = False,
         freeze_step: int | None = None,
         bias_correction: bool | None = None,
         block_size: int | None = None,
@@ -195,6 +209,7 @@ class OnebitMixin(_Base):
             "convert_optimizers": convert_optimizers,
             "broadcast_buffers": broadcast_buffers,
             "overlap_dense": overlap_dense,
+            "strict_residuals": strict_residuals,
         }
         for name, value in flags.items():
             if not isinstance(value, bool):
@@ -206,6 +221,11 @@ class OnebitMixin(_Base):
         self._convert_optimizers = convert_optimizers
         self._broadcast_buffers = broadcast_buffers
         self._overlap_dense = overlap_dense
+        self._strict_residuals = strict_residuals
+        self._loaded_from: str | None = None
+        # by path: ids of the checkpoints that an asynchronous plugin was given, oldest first
+        self._in_flight: dict[str, list[str]] = {}
+        self._unscale: _LockstepUnscale | None = None
         self._sync_backward = True
         self._default_freeze: Any = None
         self._run: _Run | None = None
@@ -300,9 +320,7 @@ class OnebitMixin(_Base):
         assert self.lightning_module is not None
         _check_module(self.lightning_module, self._misconfiguration)
         if _connected():
-            topology = Topology.create(None, timeout=self._timeout)
-            transport = Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, "strategy set-up")
-            handshake(transport, _describe(self.lightning_module), self.root_device, "model")
+            handshake(self._everyone("strategy set-up"), _describe(self.lightning_module), self.root_device, "model")
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -471,10 +489,11 @@ class OnebitMixin(_Base):
                     f"parameter {name} is in `_ddp_params_and_buffers_to_ignore`, but a compressed optimizer would exchange it: give it "
                     "to another optimizer."
                 )
-        if compressed and getattr(self.precision_plugin, "scaler", None) is not None:
+        early = any(optimizer.options.overlap == "backward" for optimizer in self.onebit_optimizers)
+        if early and getattr(self.precision_plugin, "scaler", None) is not None:
             raise self._misconfiguration(
-                'precision="16-mixed" scales the loss, and each rank would decide alone whether a step overflowed; that is not '
-                'supported with compressed optimizers: use precision="bf16-mixed" or "32-true".'
+                'overlap="backward" sends gradients while precision="16-mixed" still has the loss scale in them: use '
+                'overlap="step", or precision="bf16-mixed".'
             )
 
     # ----- the default freeze -----------------------------------------------------------------------------------------
@@ -552,6 +571,8 @@ class OnebitMixin(_Base):
         """Lightning's; afterwards the module shows the model that all ranks share (0/1 Adam between synchronisations)."""
         result = super().optimizer_step(optimizer, *args, **kwargs)
         assert self.lightning_module is not None
+        if self._unscale is not None and self._unscale.overflowed(optimizer):
+            _unwrap(optimizer).skip_step()
         if self.lightning_module.automatic_optimization:
             self._show_consensus()
         return result
@@ -604,6 +625,10 @@ class OnebitMixin(_Base):
         super(OnebitMixin, type(self)).precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
         if precision_plugin is not None:
             precision_plugin.clip_grad_by_norm = _ClipByGlobalNorm(precision_plugin)
+        scaler = getattr(precision_plugin, "scaler", None)
+        self._unscale = None
+        if scaler is not None:
+            self._unscale = scaler.unscale_ = _LockstepUnscale(scaler)
 
     @property
     def optimizers(self) -> list[Any]:
@@ -623,16 +648,114 @@ class OnebitMixin(_Base):
         state = super().lightning_module_state_dict()
         return {name: _compact(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Loads the optimizers' state; warns if a compressed stage continues with residuals that start from zero."""
-        super().load_optimizer_state_dict(checkpoint)
-        restarted = restore_residuals(self.onebit_optimizers)
-        if restarted:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Lightning's; what differs by rank is written by every rank beside the file, before the file appears (``checkpoint``).
+
+        Raises:
+            ShardError: on every rank, if any of them cannot write its part; an older checkpoint of this name stays whole.
+        """
+        save = super().save_checkpoint
+        states = []
+        if "optimizer_states" in checkpoint:
+            states = [optimizer.residual_state_dict() for optimizer in self.onebit_optimizers]
+        transport = self._everyone("checkpoint")
+        if any(state["world_size"] != transport.size for state in states):
             rank_zero_warn(
-                f"resuming {' and '.join(type(o).__name__ for o in restarted)} in the compressed stage: weights, momentum and variance "
-                "continue from the checkpoint, residuals (the compression error that is carried from step to step, different on every "
-                "rank) are not in it and start from zero. Training goes on, but not bit for bit as without the interruption."
+                f"{filepath} is saved without residuals, which are on {states[0]['world_size']} ranks: {transport.size} of them take part."
             )
+            states = []
+        if not states:
+            save(checkpoint, filepath, storage_options)
+            self._sweep(str(filepath), "")
+            return
+        # metrics in file names may differ by rank: rank 0's name counts, as rank 0's file does
+        path, chosen = self.broadcast((str(filepath), uuid.uuid4().hex))
+        stamp = Stamp(chosen, transport.size, any(state["tensors"] for state in states))
+        save_shards(
+            path,
+            stamp,
+            transport,
+            states,
+            self.root_device,
+            lambda: save({**checkpoint, STAMP_KEY: stamp.as_dict()}, filepath, storage_options),
+            clean_up=not self._saves_asynchronously,
+        )
+        self._sweep(path, stamp.id)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        """Lightning's, and what lies beside the file."""
+        super().remove_checkpoint(filepath)
+        if self.is_global_zero:
+            self._in_flight.pop(str(filepath), None)
+            remove_shards(str(filepath))
+
+    @property
+    def _saves_asynchronously(self) -> bool:
+        return any(cls.__name__ == "AsyncCheckpointIO" for cls in type(self.checkpoint_io).__mro__)
+
+    def _sweep(self, path: str, kept: str) -> None:
+        """Removes shards of checkpoints that the one just saved has overwritten."""
+        if not self.is_global_zero:
+            return
+        if not self._saves_asynchronously:
+            remove_shards(path, keep=[kept])
+            return
+        written = self._in_flight.setdefault(path, [])
+        written.append(kept)
+        del written[:-_ASYNC_GENERATIONS]
+        if len(written) == _ASYNC_GENERATIONS:
+            remove_shards(path, keep=written)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's; remembers where the file lies, for what lies beside it."""
+        self._loaded_from = str(checkpoint_path)
+        loaded: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        return loaded
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Loads the optimizers' state, and what differs by rank from beside the checkpoint.
+
+        Raises:
+            ShardError: that is missing or damaged, and ``strict_residuals=True``; otherwise it is a warning.
+        """
+        super().load_optimizer_state_dict(checkpoint)
+        lost = self._restore_residuals(checkpoint) if self.onebit_optimizers else None
+        if lost is not None:
+            if self._strict_residuals:
+                raise ShardError(
+                    f"strict_residuals=True: {lost}. Restore the folder `<name>.ckpt.onebit` beside the checkpoint, or set "
+                    "strict_residuals=False to go on with residuals that start from zero."
+                )
+            names = " and ".join(type(optimizer).__name__ for optimizer in self.onebit_optimizers)
+            rank_zero_warn(
+                f"resuming {names} without residuals: {lost}. Weights, momentum and variance continue from the checkpoint; residuals "
+                "(the compression error that is carried from step to step, different on every rank) start from zero. Training goes "
+                "on, but not bit for bit as without the interruption (`OnebitStrategy(strict_residuals=True)` makes this an error)."
+            )
+        self._show_consensus()
+
+    def _restore_residuals(self, checkpoint: Mapping[str, Any]) -> str | None:
+        """Loads what differs by rank; says what is wrong if that is not possible."""
+        try:
+            stamp = Stamp.of(checkpoint)
+            if stamp is None:
+                return "they are not in the checkpoint" if restarted(self.onebit_optimizers) else None
+            if not stamp.shards:
+                return None  # when it was saved, nothing differed by rank
+            if self._loaded_from is None:
+                return "the checkpoint was not loaded from a file by this strategy"
+            transport = self._everyone("checkpoint")
+            said = restore_residuals(self._loaded_from, stamp, transport, self.onebit_optimizers, self.root_device)
+        except ShardError as error:
+            return str(error)
+        if said is not None:
+            rank_zero_info(f"{self._loaded_from}: {said}.")
+        return None
+
+    def _everyone(self, name: str) -> Transport:
+        """All ranks, for small rounds that neither training nor its accounts know of."""
+        topology = Topology.create(None, timeout=self._timeout)
+        return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, name)
 
     # ----- ending -----------------------------------------------------------------------------------------------------
 
@@ -640,6 +763,10 @@ class OnebitMixin(_Base):
         """Gives communication back: hooks, buffers and process groups. Optimizers keep their state, parameters their memory."""
         self._end_run()
         super().teardown()
+        # an asynchronous plugin has now written everything
+        while self._in_flight:
+            path, written = self._in_flight.popitem()
+            remove_shards(path, keep=written[-1:])
 
     def _end_run(self) -> None:
         run, self._run = self._run, None
@@ -777,6 +904,40 @@ class _DenseAverage:
         reducer, self._reducer, self._averaged = self._reducer, None, []
         if reducer is not None:
             reducer.close()
+
+
+class _LockstepUnscale:
+    """Stands in for ``unscale_`` of a GradScaler: an overflow in one rank's local gradients counts on all ranks.
+
+    All of them then skip the step, and their scalers go on alike. Gradients leave the loss scale here, before any exchange.
+    """
+
+    def __init__(self, scaler: Any) -> None:
+        self._scaler = scaler
+        self._overflowed: set[int] = set()
+
+    def __call__(self, optimizer: Any) -> None:
+        scaler, compressed = self._scaler, _unwrap(optimizer)
+        type(scaler).unscale_(scaler, optimizer)
+        # gradients of others have been averaged: an overflow has reached every rank
+        if not isinstance(compressed, OnebitOptimizer) or not scaler.is_enabled():
+            return
+        found = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
+        anywhere = compressed.on_any_rank(any(bool(flag) for flag in found.values()))
+        if not found:  # no gradient here at all
+            device = compressed.param_groups[0]["params"][0].device
+            found[device] = torch.zeros(1, device=device)
+        for flag in found.values():
+            flag.fill_(float(anywhere))
+        if anywhere:
+            self._overflowed.add(id(compressed))
+
+    def overflowed(self, optimizer: Any) -> bool:
+        """Whether the step of an optimizer that has just ended was skipped for an overflow; asks once."""
+        key = id(_unwrap(optimizer))
+        known = key in self._overflowed
+        self._overflowed.discard(key)
+        return known
 
 
 class _ClipByGlobalNorm:

@@ -69,6 +69,7 @@ def test_the_strategy_has_a_typed_keyword_for_every_option_of_every_algorithm_an
         "overlap_dense",
         "hierarchical",
         "ranks_per_node",
+        "strict_residuals",
     ]
     parameters = inspect.signature(strategy_class()).parameters
     options = {name: p for name, p in parameters.items() if name not in own}
@@ -98,6 +99,7 @@ def test_the_strategy_has_a_typed_keyword_for_every_option_of_every_algorithm_an
         ({"convert_optimizers": None}, TypeError, ["convert_optimizers=None"]),
         ({"broadcast_buffers": "no"}, TypeError, ["broadcast_buffers='no'"]),
         ({"overlap_dense": 0}, TypeError, ["overlap_dense=0"]),
+        ({"strict_residuals": "no"}, TypeError, ["strict_residuals='no'"]),
     ],
 )
 def test_options_are_checked_when_the_strategy_is_made(
@@ -382,10 +384,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "lazy module": {"configure": onebit(None), "net": lazy_net, "words": ["net.weight", "forward pass"]},
     "sparse gradients": {"configure": onebit(None), "net": sparse_net, "words": ["net", "sparse=False"]},
-    "loss scaling": {
-        "configure": onebit(None),
+    "loss scaling with early exchange": {
+        "configure": onebit(None, overlap="backward"),
         "trainer": lambda: {"plugins": [scaled_precision()]},
-        "words": ["16-mixed", "bf16-mixed"],
+        "words": ["16-mixed", 'overlap="step"'],
     },
 }
 

@@ -2,8 +2,7 @@
 
 ``OnebitOptimizer.step`` is the one template that all algorithms share. What differs is in four methods that a subclass
 fills in: ``_dense_update`` (a step on averaged gradients), ``_enter_compressed`` (the freeze), ``_coefficients`` (what
-a worker puts into the
-exchange) and ``_apply`` (what is done with the result).
+a worker puts into the exchange) and ``_apply`` (what is done with the result).
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from lightning_onebit.comm import (
     plan_buckets,
 )
 from lightning_onebit.kernels import Packed, get_backend
+from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number
 
 log = logging.getLogger("lightning_onebit")
@@ -82,13 +82,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
     """Base of the optimizers; see the subclasses for what they compute.
 
     ``.grad`` holds the local gradient and ``step()`` does all communication still owed, so the optimizer works in a
-    plain
-    ``torch.distributed`` program: do not wrap the module in DistributedDataParallel. All ranks must call ``step()``
-    equally often.
+    plain ``torch.distributed`` program: do not wrap the module in DistributedDataParallel. All ranks must call
+    ``step()`` equally often.
 
     State that torch would keep in ``optimizer.state`` lives in flat arenas outside it, because torch casts everything
-    there to the
-    parameter's dtype on load and Lightning moves its tensors one by one; ``state_dict()`` makes per-parameter copies.
+    there to the parameter's dtype on load and Lightning moves its tensors one by one; ``state_dict()`` makes
+    per-parameter copies.
     """
 
     algorithm: ClassVar[str]
@@ -299,8 +298,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Makes ``.grad`` the average over ranks wherever this step needs it so; all of it if the next step is dense.
 
         Idempotent until the next backward, ``zero_grad()`` or ``step()``. ``step()`` calls it; call it yourself to look
-        at averaged
-        gradients before the step.
+        at averaged gradients before the step.
         """
         self._prepare()
         self._refuse_sparse_gradients()
@@ -422,6 +420,25 @@ class OnebitOptimizer(torch.optim.Optimizer):
         else:
             self._note_skip()
         return loss
+
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on any rank. Collective: one control round, which the ledger counts as such."""
+        self._prepare()
+        if self._ranks().size == 1:
+            return flag
+        assert self._transport is not None
+        return not control_round(self._transport, 0.0, int(flag), [], self._device).finite
+
+    def skip_step(self) -> None:
+        """Counts a step that is not made, on all ranks alike, for a reason the caller knows (a loss scaler's overflow).
+
+        Call it on all ranks in place of ``step()``. Parameters, state and residuals stay as they are.
+
+        Raises:
+            FloatingPointError: more than ``max_consecutive_skips`` steps in a row have been skipped.
+        """
+        self._close_step(self.next_step_is_dense, skipped=True)
+        self._note_skip()
 
     # ----- overlap="backward" -----------------------------------------------------------------------------------------
 
@@ -856,7 +873,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
     def _per_block(self, bucket: Bucket, value_of: Callable[[int], float]) -> Tensor:
         """fp32 ``(blocks,)`` from one value per parameter (given its index)."""
         values = [value_of(self._slots[slot]) for slot in bucket.members]
-        return torch.tensor(values, dtype=torch.float32, device=self._device)[bucket.block_member]
+        return upload(values, self._device, torch.float32)[bucket.block_member]
 
     def _decay(self, index: int) -> float:
         """``1 - lr*wd`` of a parameter."""
@@ -916,7 +933,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def _prepare(self) -> None:
         """Plans and connects on first use, and again when a parameter becomes trainable."""
-        if self._plan is None or self._transport is None:
+        if self._plan is None:
             self._build()
             return
         known = set(self._slots) | set(self._dense)
@@ -929,6 +946,18 @@ class OnebitOptimizer(torch.optim.Optimizer):
                     "be learned; unfreeze it before the freeze, or put it into a group with compress=False"
                 )
             self._build()
+        elif self._transport is None:
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Connects; where nothing but the connection is new, state that differs by rank stays exactly as it is."""
+        ranks = self._ranks()
+        moved = any(bucket.device != self._device for bucket in self._buckets())
+        if moved or self._laid_out_for != (ranks.size, ranks.ranks_per_node):
+            self._build()
+            return
+        self._connect()
+        self._renew_reducer()
 
     def _build(self, *, connect: bool = True) -> None:
         """Lays out parameters and arenas, keeping state there is, and agrees on the plan with the other ranks.
@@ -1051,10 +1080,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Replicated state in the layout of ``torch.optim.AdamW`` (which can load it), plus one key ``"onebit"``.
 
         Per parameter: ``step`` (fp32, 0-d), ``exp_avg``, ``exp_avg_sq`` (fp32, shape of the parameter), and where they
-        exist
-        ``master`` (fp32 weights of a 16-bit parameter) and arenas of the algorithm. Residuals differ by rank and are
-        not in it
-        (see ``residual_state_dict``).
+        exist ``master`` (fp32 weights of a 16-bit parameter) and arenas of the algorithm. Residuals differ by rank and
+        are not in it (see ``residual_state_dict``).
         """
         packed = super().state_dict()
         if self._plan is None:
@@ -1091,12 +1118,14 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def _rank_layout(self) -> dict[str, Any]:
         ranks = self._ranks()
+        # what the state is cut for, which outlives the connection
+        size, ranks_per_node = self._laid_out_for if self._plan is not None else (ranks.size, ranks.ranks_per_node)
         return {
             "version": STATE_VERSION,
             "algorithm": self.algorithm,
             "steps": self._steps,
-            "world_size": ranks.size,
-            "ranks_per_node": ranks.ranks_per_node,
+            "world_size": size,
+            "ranks_per_node": ranks_per_node,
             "rank": ranks.rank,
             "block_size": self.options.block_size,
             "numels": [self._params[i].numel() for i in self._slots],
@@ -1112,16 +1141,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
             names it.
         """
         mine = self._rank_layout()
-        for key in (
-            "algorithm",
-            "steps",
-            "world_size",
-            "ranks_per_node",
-            "rank",
-            "block_size",
-            "numels",
-            "bucket_blocks",
-        ):
+        keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size"]
+        if state["tensors"]:  # before its first step an optimizer has no blocks, and nothing to load
+            keys += ["numels", "bucket_blocks"]
+        for key in keys:
             if state[key] != mine[key]:
                 raise ValueError(
                     f"residual state has {key}={state[key]!r}, this run has {mine[key]!r}; residuals cannot be loaded as they are"

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.base import Coefficients, Phase
 from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
@@ -252,7 +253,9 @@ class ZeroOneAdam(AdamMoments):
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
         """Adam, except that denominators obey the floor once m holds compression noise."""
-        noisy = [i for i in members if i in self._slot_of and self._worker_residual is not None]
+        # (a world of one rank may hold residuals for a later, larger one: it has no denominators to invert)
+        used = self._worker_residual is not None and "r" in self._flat
+        noisy = [i for i in members if i in self._slot_of and used]
         super()._dense_update(group, [i for i in members if i not in noisy])
         if not noisy:
             return
@@ -432,7 +435,7 @@ class ZeroOneAdam(AdamMoments):
         self._kernels.scatter(bucket, anchor, self._bind_weights(bucket))
         self._rescale(bucket, packed, lambda i: self._travelled[self._slot_of[i]])
         momentum, u = bucket.slice(self._flat["m"]), bucket.slice(self._flat["u"])
-        idle = torch.tensor([not self._active[i] for i in self._slots], device=self._device)[bucket.block_param]
+        idle = upload([not self._active[i] for i in self._slots], self._device)[bucket.block_param]
         kept = momentum.view(-1, bucket.block_size)[idle]
         self._kernels.unpack(packed, bucket.lengths, momentum)
         momentum.view(-1, bucket.block_size)[idle] = kept
@@ -489,12 +492,13 @@ class ZeroOneAdam(AdamMoments):
     def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
         """Besides residuals: the weights as loaded are the anchor, this rank's own weights and momentum lie beside them."""
         super()._load_rank_state(tensors)
+        if "local_momentum" in tensors:
+            self._hold_momentum_flat()
+            self._flat["m"].copy_(tensors["local_momentum"])
         if "local_update" not in tensors or self._interrupted is None:
             return
         self.sync_policy.since, self._travelled = self._interrupted
-        self._hold_momentum_flat()
         self._anchor_here()
-        self._flat["m"].copy_(tensors["local_momentum"])
         self._flat["u"].copy_(tensors["local_update"])
         for slot, i in enumerate(self._slots):
             self._weight(i).copy_(self._known_plan().view(tensors["local_weights"], slot, self._params[i]))

@@ -1,0 +1,139 @@
+"""State that differs by rank, cut anew for another number of ranks, other nodes or other buckets.
+
+Blocks of all parameters in a row are the same vector whatever the layout (only the padding at its end differs), and a rank's
+flat tensor holds a run of it per bucket::
+
+    worker residual     the rank's shard of every bucket (all of it when flat); one copy per node
+    server residual     the rank's chunk of every bucket; one copy in all
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.comm.exchange import chunk_order
+
+# how a rank's tensor lies over the blocks, by its name in ``OnebitOptimizer.residual_state_dict()``
+_WORKER, _SERVER, _WHOLE = "worker", "server", "whole"
+_KINDS = {
+    "worker_residual": _WORKER,
+    "server_residual": _SERVER,
+    # BinSGDM's moments
+    "momentum": _WORKER,
+    "magnitude": _WORKER,
+    # between local steps of 0/1 Adam
+    "local_momentum": _WHOLE,
+}
+# what a rank has done alone since the last synchronisation means nothing in another world: training goes on from the shared model
+_DROPPED = frozenset({"local_update", "local_weights"})
+
+
+class _Run(NamedTuple):
+    """``blocks`` blocks from ``block`` on, of all blocks in a row."""
+
+    block: int
+    blocks: int
+
+
+class Redistribution:
+    """Makes this rank's part out of the parts of all ranks of an earlier run, which are added one at a time.
+
+    The server residual is one vector over all blocks and is cut anew exactly. Of the worker residual only the mean over ranks
+    enters the exchange: every rank gets that mean, so the mean stays what it was (to fp32 rounding). Moments that differ by rank
+    (BinSGDM's m and a, 0/1 Adam's m between synchronisations) are averaged likewise; local steps since the last
+    synchronisation are dropped.
+
+    Args:
+        mine: ``residual_state_dict()`` of this rank's optimizer; its tensors are not used.
+
+    Example:
+        >>> parts = Redistribution(optimizer.residual_state_dict())
+        >>> for rank in range(4):
+        ...     parts.add(read(rank))
+        >>> optimizer.load_residual_state_dict(parts.result())
+    """
+
+    def __init__(self, mine: Mapping[str, Any]) -> None:
+        self._mine = {key: value for key, value in mine.items() if key != "tensors"}
+        self._tensors: dict[str, Tensor] = {}
+        self.dropped: set[str] = set()
+
+    def add(self, theirs: Mapping[str, Any]) -> None:
+        """Adds the part of one rank of the earlier run.
+
+        Raises:
+            ValueError: written by another algorithm, at another step, or for other parameters or blocks.
+        """
+        for key in ("algorithm", "steps", "block_size", "numels"):
+            if theirs[key] != self._mine[key]:
+                raise ValueError(
+                    f"residuals were saved with {key}={theirs[key]!r}, this run has {self._mine[key]!r}, and cannot be redistributed"
+                )
+        size, size_per_node = theirs["world_size"], theirs["ranks_per_node"]
+        copies = {_WORKER: size // size_per_node, _SERVER: 1, _WHOLE: size}
+        for name, tensor in theirs["tensors"].items():
+            if name in _DROPPED:
+                self.dropped.add(name)
+                continue
+            if name not in _KINDS:
+                raise ValueError(f"state {name!r} of a rank is unknown to this release and cannot be redistributed")
+            kind = _KINDS[name]
+            if name not in self._tensors:
+                self._tensors[name] = torch.zeros(sum(r.blocks for r in _runs(self._mine, kind)) * self._block_size)
+            _add_blocks(
+                self._tensors[name],
+                _runs(self._mine, kind),
+                tensor,
+                _runs(theirs, kind),
+                self._block_size,
+                1.0 / copies[kind],
+            )
+
+    def result(self) -> dict[str, Any]:
+        """What ``load_residual_state_dict()`` of this rank's optimizer takes, fp32 on the CPU."""
+        return {**self._mine, "tensors": self._tensors}
+
+    @property
+    def _block_size(self) -> int:
+        return int(self._mine["block_size"])
+
+
+def _runs(layout: Mapping[str, Any], kind: str) -> list[_Run]:
+    """Which blocks a rank's flat tensor holds, one run per bucket, in the tensor's order."""
+    size, size_per_node, rank = layout["world_size"], layout["ranks_per_node"], layout["rank"]
+    parts, part = {
+        _WORKER: (size_per_node, rank % size_per_node),
+        _SERVER: (size, chunk_order(size, size_per_node)[rank]),
+        _WHOLE: (1, 0),
+    }[kind]
+    runs, first = [], 0
+    for blocks in layout["bucket_blocks"]:
+        runs.append(_Run(first + part * (blocks // parts), blocks // parts))
+        first += blocks
+    return runs
+
+
+def _add_blocks(
+    into: Tensor, into_runs: list[_Run], values: Tensor, value_runs: list[_Run], size: int, factor: float
+) -> None:
+    """``into += factor * values`` where both hold the same blocks (runs of each are in ascending order)."""
+    if values.numel() != sum(run.blocks for run in value_runs) * size:
+        raise ValueError(
+            f"a rank's state has {values.numel()} elements, {sum(run.blocks for run in value_runs) * size} were expected"
+        )
+    i = j = at_i = at_j = 0
+    while i < len(into_runs) and j < len(value_runs):
+        a, b = into_runs[i], value_runs[j]
+        lo, hi = max(a.block, b.block), min(a.block + a.blocks, b.block + b.blocks)
+        if lo < hi:
+            target = into[(at_i + lo - a.block) * size : (at_i + hi - a.block) * size]
+            target.add_(values[(at_j + lo - b.block) * size : (at_j + hi - b.block) * size].float(), alpha=factor)
+        # the run that ends first is done
+        if a.block + a.blocks <= b.block + b.blocks:
+            i, at_i = i + 1, at_i + a.blocks
+        else:
+            j, at_j = j + 1, at_j + b.blocks
