@@ -296,7 +296,8 @@ def test_tensors_of_another_size_or_type_are_refused(kernels: cpu.CpuKernels, ch
 # ----- threads and processes -----------------------------------------------------------------------------------------------------
 
 
-def test_calls_from_several_threads_at_once_do_not_disturb_each_other(kernels: cpu.CpuKernels) -> None:
+@pytest.mark.parametrize("openmp", [True, False], ids=["openmp", "own helpers"])
+def test_calls_from_several_threads_at_once_do_not_disturb_each_other(kernels: cpu.CpuKernels, openmp: bool) -> None:
     bucket = bucket_of([300_000], 2048)
     expected = [run_everything(kernels, bucket, 1, seed, "flat", "spans", torch.float32) for seed in range(3)]
     got: dict[int, list[list[bytes]]] = {seed: [] for seed in range(3)}
@@ -305,12 +306,16 @@ def test_calls_from_several_threads_at_once_do_not_disturb_each_other(kernels: c
         for _ in range(4):
             got[seed].append(run_everything(kernels, bucket, 1, seed, "flat", "spans", torch.float32))
 
-    with threads(2):
-        workers = [threading.Thread(target=call, args=(seed,)) for seed in range(3)]
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join(timeout=120)
+    kernels._library.onebit_use_openmp(openmp)
+    try:
+        with threads(2):
+            workers = [threading.Thread(target=call, args=(seed,), daemon=True) for seed in range(3)]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join(timeout=120)
+    finally:
+        kernels._library.onebit_use_openmp(True)
     assert not any(worker.is_alive() for worker in workers)
     assert got == {seed: [expected[seed]] * 4 for seed in range(3)}
 

@@ -250,6 +250,8 @@ class Pool {
   int helpers_ = 0, wanted_ = 0, inside_ = 0;
 };
 
+std::atomic<bool> use_openmp{true};
+
 // Runs work(context) in `threads` threads at once, this one included.
 //
 // torch's own OpenMP threads are the best team: they are awake right after backward, where threads of ours would have to share
@@ -259,7 +261,7 @@ void run_team(int threads, void (*work)(void*), void* context) {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
   static const Parallel openmp = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   static const pid_t loaded_by = getpid();
-  if (openmp != nullptr && getpid() == loaded_by) return openmp(work, context, static_cast<unsigned>(threads), 0);
+  if (use_openmp && openmp != nullptr && getpid() == loaded_by) return openmp(work, context, static_cast<unsigned>(threads), 0);
 
   static std::mutex guard;
   static Pool* pool = nullptr;  // never destroyed, so that nothing is joined at exit
@@ -733,6 +735,9 @@ double sum_squares_16(const void* from, uint8_t dtype, int64_t count) {
 // ----- entry points -----------------------------------------------------------------------------------------------------
 
 EXPORT int onebit_abi() { return kAbi; }
+
+// For measurements and tests: 0 makes the kernels use helpers of their own where they would use torch's OpenMP team.
+EXPORT void onebit_use_openmp(int yes) { use_openmp = yes != 0; }
 
 EXPORT void onebit_gather(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                           const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, float* out) {
