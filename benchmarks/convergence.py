@@ -627,6 +627,12 @@ def studies() -> dict[str, list[Chain]]:
             Chain("digits", "onebit_adam", 4, FLOOR, start=10, refine=False, also=(sixteen, sixty_four)),
             Chain("large_batch", "onebit_lamb", 4, FLOOR, start=12, also=((16, False, (0,)), sixty_four)),
         ],
+        "votes": [
+            *then(text[2:4], (16, False, (0,))),
+            replace(text[2], options=(*beta[0.7], ("server", "mean")), also=((16, False, (0,)),)),
+            replace(text[2], options=(*beta[0.7], ("server", "majority")), also=(sixty_four,)),
+            *(replace(chain, options=(("coeff_beta", 0.0),)) for chain in large),
+        ],
         "real": [
             *(
                 Chain("text", name, 4, FLOOR, also=((2, True, SEEDS[:n]), four))
@@ -686,12 +692,14 @@ class Row:
         lr: the best.
         runs: the records at this lr, by seed.
         gap: mean over seeds of ``loss / twin's loss - 1`` (None: it has no twin).
+        gap_error: standard error of that mean (None: fewer than two seeds).
     """
 
     world: World
     lr: float
     runs: tuple[dict[str, Any], ...]
     gap: float | None
+    gap_error: float | None = None
 
     def mean(self, name: str) -> float:
         """Mean of a number over seeds."""
@@ -707,7 +715,9 @@ class Row:
     def outcome(self) -> str:
         """Mean and spread of the loss; how many runs diverged, if any did."""
         lost = sum(not math.isfinite(run["loss"]) for run in self.runs)
-        return f"diverged ({lost} of {len(self.runs)})" if lost else f"{self.mean('loss'):.4f} ± {self.spread:.4f}"
+        if lost:
+            return f"diverged ({lost} of {len(self.runs)})"
+        return f"{self.mean('loss'):.4f}" + (f" ± {self.spread:.4f}" if len(self.runs) > 1 else "")
 
     @property
     def label(self) -> str:
@@ -736,9 +746,10 @@ def summarise(records: Iterable[dict[str, Any]]) -> list[Row]:
     for world, (lr, by_seed) in sorted(best.items()):
         task, optimizer, *_ = world
         _, twin = best.get((task, TWINS.get(optimizer, ""), (), 1, False), (0.0, {}))
-        common = sorted(by_seed.keys() & twin.keys())
-        gap = statistics.fmean(by_seed[s]["loss"] / twin[s]["loss"] - 1 for s in common) if common else None
-        rows.append(Row(world, lr, tuple(by_seed[s] for s in sorted(by_seed)), gap))
+        gaps = [by_seed[s]["loss"] / twin[s]["loss"] - 1 for s in sorted(by_seed.keys() & twin.keys())]
+        error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 and all(map(math.isfinite, gaps)) else None
+        gap = statistics.fmean(gaps) if gaps else None
+        rows.append(Row(world, lr, tuple(by_seed[s] for s in sorted(by_seed)), gap, error))
     return rows
 
 
@@ -752,8 +763,9 @@ def table(rows: Iterable[Row]) -> str:
         _, optimizer, _, workers, real = row.world
         world = "1 (whole batch)" if workers == 1 else f"{workers} {'processes' if real else 'simulated'}"
         gap = "" if row.gap is None or math.isinf(row.gap) else f"{row.gap:+.2%}"
+        gap += "" if row.gap_error is None else f" ± {row.gap_error:.2%}"
         target = "" if row.gap is None else f"{TARGETS[optimizer]:.0%} {'met' if row.met else '**missed**'}"
-        ratio = f"{row.mean('ratio'):.1f}x" if "ratio" in row.runs[0] else ""
+        ratio = f"{row.mean('ratio'):.1f}x" if all("ratio" in run for run in row.runs) else ""
         lines.append(
             f"| {row.label} | {world} | {row.lr:g} | {len(row.runs)} | {row.outcome} | "
             f"{row.mean('accuracy'):.3f} | {gap} | {target} | {ratio} |"
@@ -770,21 +782,27 @@ def floor_table(rows: Iterable[Row]) -> str:
     for row in rows:
         # a dense AdamW has no floor
         phi = dict(row.world[2]).get("denominator_floor", DEFAULT_FLOOR if row.world[1] == "onebit_adam" else row.label)
-        largest = [max(run[name] for run in row.runs) for name in ("max_weight", "max_update")]
+        weight = max(run["max_weight"] for run in row.runs)
+        updates = [run["max_update"] for run in row.runs if run["max_update"] is not None]  # not noted on all tasks
         lines.append(
             f"| {row.world[0]} | {phi} | {row.lr:g} | {len(row.runs)} | {row.outcome} | "
-            f"{largest[0]:.1f} | {largest[1]:.1f} |"
+            f"{weight:.1f} | {f'{max(updates):.1f}' if updates else ''} |"
         )
     return "\n".join(lines)
 
 
-def _has_floor(row: Row) -> bool:
-    return any(name == "denominator_floor" for name, _ in row.world[2])
+def _in_main_table(row: Row) -> bool:
+    """Not one of the floors that were only tried."""
+    return dict(row.world[2]).get("denominator_floor") in (None, dict(FLOOR)["denominator_floor"])
 
 
 def _in_floor_study(row: Row) -> bool:
-    _task, optimizer, _, workers, real = row.world
-    return optimizer == "adamw" or (optimizer == "onebit_adam" and workers == 4 and not real)
+    task, optimizer, options, workers, real = row.world
+    if task not in ("words", "digits", "text") or real:
+        return False
+    return optimizer == "adamw" or (
+        optimizer == "onebit_adam" and workers == 4 and not dict(options).keys() - {"denominator_floor"}
+    )
 
 
 def _finite(value: float | None) -> float | None:
@@ -808,6 +826,7 @@ def report() -> None:
             "losses": [_finite(run["loss"]) for run in row.runs],
             "mean_loss": _finite(row.mean("loss")),
             "gap_to_twin": _finite(row.gap),
+            "gap_standard_error": row.gap_error,
             "target_met": row.met,
         }
         for row in rows
@@ -817,11 +836,10 @@ def report() -> None:
     (RESULTS / "convergence.json").write_text(text + "\n")
     parts = []
     for name in TASKS:
-        own = [row for row in rows if row.world[0] == name and not _has_floor(row)]
+        own = [row for row in rows if row.world[0] == name and _in_main_table(row)]
         if own:
             parts.append(f"## {name}\n\n{table(own)}")
-    studied = {row.world[0] for row in rows if _has_floor(row)}
-    floors = [row for row in rows if row.world[0] in studied and _in_floor_study(row)]
+    floors = [row for row in rows if _in_floor_study(row)]
     if floors:
         parts.append(f"## denominator floor (1-bit Adam, 4 workers)\n\n{floor_table(floors)}")
     (RESULTS / "convergence_tables.md").write_text("\n\n".join(parts) + "\n")
@@ -836,7 +854,7 @@ def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    plain = [row for row in rows if not _has_floor(row)]
+    plain = [row for row in rows if _in_main_table(row)]
     names = [name for name in TASKS if any(row.world[0] == name for row in plain)]
     figure, axes = plt.subplots(2, len(names), figsize=(4.6 * len(names), 7.6), squeeze=False)
     colours = {label: f"C{i % 10}" for i, label in enumerate(sorted({row.label for row in plain}))}
