@@ -54,7 +54,10 @@ def __dir__() -> list[str]:
 def _register(tree: _trees.Tree) -> None:
     """Puts the strategies into the registry of a tree."""
     registry = importlib.import_module(f"{_trees.PACKAGES[tree]}.strategies").StrategyRegistry
-    importlib.import_module(_trees.BOUND_MODULES[tree]).OnebitStrategy.register_strategies(registry)
+    bound = importlib.import_module(_trees.BOUND_MODULES[tree])
+    # a program that imports the bound module first is still within that import: the module registers itself at its end
+    if hasattr(bound, "OnebitStrategy"):
+        bound.OnebitStrategy.register_strategies(registry)
 
 
 for _tree in _trees.TREES:

@@ -1,7 +1,7 @@
 """Strategy and callbacks for ``lightning.pytorch``."""
 
 from lightning.pytorch.callbacks import Callback
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin
@@ -46,3 +46,6 @@ class OnebitStrategy(OnebitMixin, DDPStrategy):  # noqa: D101  the mixin's
 
     _misconfiguration = MisconfigurationException
     _freeze_callback = VarianceFreeze
+
+
+OnebitStrategy.register_strategies(StrategyRegistry)

@@ -1,7 +1,7 @@
 """Strategy and callbacks for ``pytorch_lightning``."""
 
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin
@@ -46,3 +46,6 @@ class OnebitStrategy(OnebitMixin, DDPStrategy):  # type: ignore[misc]  # noqa: D
 
     _misconfiguration = MisconfigurationException
     _freeze_callback = VarianceFreeze
+
+
+OnebitStrategy.register_strategies(StrategyRegistry)

@@ -56,6 +56,16 @@ def test_unknown_algorithms_are_refused_with_the_list_of_known_ones() -> None:
         strategy_class()(3)
 
 
+@pytest.mark.parametrize(("module", "package"), [("lightning", "lightning.pytorch"), ("pytorch_lightning",) * 2])
+def test_a_bound_module_may_be_the_first_import_of_a_program(module: str, package: str) -> None:
+    program = f"""
+from lightning_onebit.{module} import OnebitStrategy
+from {package}.strategies import StrategyRegistry
+assert StrategyRegistry["onebit_adam"]["strategy"] is OnebitStrategy
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
 # ----- options ----------------------------------------------------------------------------------------------------------
 
 
