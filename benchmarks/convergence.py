@@ -883,22 +883,20 @@ def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
     figure.savefig(RESULTS / "convergence_curves.png", dpi=110)
     plt.close(figure)
 
-    figure, axes = plt.subplots(1, len(names), figsize=(4.6 * len(names), 3.8), squeeze=False)
-    for axis, name in zip(axes[0], names, strict=True):
-        for label in sorted({row.label for row in plain if row.world[0] == name and row.gap is not None}):
-            points = sorted(
-                (row.world[3], 100 * row.gap)
-                for row in plain
-                if row.world[0] == name and row.label == label and row.gap is not None and math.isfinite(row.gap)
-            )
-            axis.plot(*zip(*points, strict=True), marker="o", color=colours[label], label=label)
-        axis.axhspan(-100, 1, color="0.9", zorder=0)
-        axis.axhline(2, color="0.7", linestyle=":")
-        axis.set(title=f"{name}: gap to the uncompressed twin", xlabel="workers", ylabel="%", xscale="log")
-        low, high = axis.get_ylim()
-        axis.set_ylim(max(low, -8), min(max(high, 3), 30))
-        axis.set_xticks([2, 4, 16, 64], ["2", "4", "16", "64"])
-        axis.legend(fontsize=6)
+    figure, axis = plt.subplots(figsize=(8, 4.2))
+    for k, label in enumerate(sorted({row.label for row in plain if row.world[0] == "text" and row.gap is not None})):
+        points = sorted(
+            (row.world[3], 100 * row.gap)
+            for row in plain
+            if row.world[0] == "text" and row.label == label and row.gap is not None and math.isfinite(row.gap)
+        )
+        axis.plot(*zip(*points, strict=True), marker="ov^s"[k % 4], color=f"C{k % 10}", label=label)
+    axis.axhspan(-100, 1, color="0.92", zorder=0, label="within 1 %")
+    axis.axhline(2, color="0.6", linestyle=":", label="2 % (BinSGDM)")
+    axis.set(title="text: gap to AdamW", xlabel="workers", ylabel="%", ylim=(-6, 15))
+    axis.set_xscale("log", base=2)
+    axis.set_xticks([2, 4, 16, 64], ["2", "4", "16", "64"])
+    axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(RESULTS / "convergence_workers.png", dpi=110)
     plt.close(figure)
