@@ -1,0 +1,342 @@
+"""Elastic resume: another world, flat or hierarchical; shards that are missing; plain DDP with AdamW and back."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from hypothesis import given
+from hypothesis import strategies as st
+from lightning_support import (
+    differing,
+    enter,
+    loader,
+    make_module,
+    norm_net,
+    plain_net,
+    quiet_trainer,
+    same_on_all_ranks,
+    strategy_class,
+)
+from test_resume import OPTIONS, training_step
+
+from lightning_onebit.comm import plan_buckets
+from lightning_onebit.optim.redistribute import Redistribution
+
+CPU = torch.device("cpu")
+
+
+# ----- one vector over all blocks, whatever the layout ----------------------------------------------------------------------------
+
+
+def assembled(states: list[dict[str, Any]], name: str, parts: int, part_of: Any) -> torch.Tensor:
+    """Mean over its holders of what ranks hold of each block, ``(blocks, block_size)`` without padding at the end.
+
+    Written block by block and from the definition of shards and chunks, unlike the code under test.
+    """
+    layout = states[0]
+    size, valid = layout["block_size"], sum(-(-n // layout["block_size"]) for n in layout["numels"])
+    total, holders = torch.zeros(valid, size, dtype=torch.float64), torch.zeros(valid, 1, dtype=torch.float64)
+    for state in states:
+        flat, at, first = state["tensors"][name].double().view(-1, size), 0, 0
+        for blocks in layout["bucket_blocks"]:
+            share = blocks // parts
+            for k in range(share):
+                block = first + part_of(state["rank"]) * share + k
+                if block < valid:
+                    total[block] += flat[at]
+                    holders[block] += 1
+                at += 1
+            first += blocks
+        assert at == len(flat)
+    return total / holders
+
+
+def worker_mean(states: list[dict[str, Any]], name: str = "worker_residual") -> torch.Tensor:
+    per_node = states[0]["ranks_per_node"]
+    return assembled(states, name, per_node, lambda rank: rank % per_node)
+
+
+def server_vector(states: list[dict[str, Any]]) -> torch.Tensor:
+    size, per_node = states[0]["world_size"], states[0]["ranks_per_node"]
+    nodes = size // per_node
+    return assembled(states, "server_residual", size, lambda rank: rank % per_node * nodes + rank // per_node)
+
+
+worlds = st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (4, 2), (6, 2), (6, 3)])
+
+
+def layouts(numels: list[int], world: int, per_node: int, bucket: int) -> list[dict[str, Any]]:
+    plan = plan_buckets(numels, block_size=32, world_size=world, bucket_elements=bucket, device=CPU)
+    common = {"version": 1, "algorithm": "onebit_adam", "steps": 5, "world_size": world, "ranks_per_node": per_node}
+    common |= {"block_size": 32, "numels": numels, "bucket_blocks": [b.blocks for b in plan.buckets]}
+    return [{**common, "rank": rank, "tensors": {}} for rank in range(world)]
+
+
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=5), worlds, worlds, st.integers(1, 400), st.integers(1, 400))
+def test_server_residuals_are_cut_anew_exactly_and_the_mean_of_worker_residuals_is_kept(
+    numels: list[int], old: tuple[int, int], new: tuple[int, int], old_bucket: int, new_bucket: int
+) -> None:
+    states = layouts(numels, *old, old_bucket)
+    generator = torch.Generator().manual_seed(sum(numels))
+    for state in states:
+        elements = sum(state["bucket_blocks"]) * 32
+        state["tensors"] = {
+            "worker_residual": torch.randn(elements // old[1], generator=generator),
+            "server_residual": torch.randn(elements // old[0], generator=generator),
+        }
+    moved = []
+    for mine in layouts(numels, *new, new_bucket):
+        parts = Redistribution(mine)
+        for state in states:
+            parts.add(state)
+        moved.append(parts.result())
+        assert {k: v for k, v in moved[-1].items() if k != "tensors"} == {
+            k: v for k, v in mine.items() if k != "tensors"
+        }
+    assert torch.equal(server_vector(moved), server_vector(states))
+    torch.testing.assert_close(worker_mean(moved), worker_mean(states), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"block_size": 64}, "block_size=64"),
+        ({"numels": [5]}, r"numels=\[5\]"),
+        ({"algorithm": "binsgdm"}, "algorithm='binsgdm'"),
+        ({"steps": 6}, "steps=6"),
+        ({"tensors": {"aura": torch.zeros(3)}}, "'aura' of a rank is unknown"),
+        ({"tensors": {"worker_residual": torch.zeros(3)}}, "3 elements"),
+    ],
+)
+def test_state_of_something_else_is_refused(change: dict[str, Any], message: str) -> None:
+    (mine,) = layouts([100], 1, 1, 64)
+    with pytest.raises(ValueError, match=message):
+        Redistribution(mine).add({**mine, **change})
+
+
+# ----- through the Trainer --------------------------------------------------------------------------------------------------------
+
+
+def configure(module: Any) -> Any:
+    return module.trainer.strategy.optimizer(module.parameters(), lr=1e-2, weight_decay=0.01)
+
+
+def elastic_rank(
+    rank: int,
+    world: int,
+    algorithm: str,
+    ranks_per_node: int | None,
+    steps: int,
+    ckpt_path: str | None,
+    save: str | None,
+) -> dict[str, Any]:
+    """Goes on from ``ckpt_path`` up to ``steps`` and saves; returns what it started and ended with."""
+    pl = enter(rank)
+    found: dict[str, Any] = {}
+
+    def snapshot(module: Any) -> dict[str, Any]:
+        (optimizer,) = module.trainer.strategy.onebit_optimizers
+        state = optimizer.residual_state_dict()
+        return {
+            "residuals": {**state, "tensors": {k: v.clone() for k, v in state["tensors"].items()}},
+            "weights": {k: v.detach().clone() for k, v in module.named_parameters()},
+            "mid_local": getattr(optimizer, "mid_local", False),
+        }
+
+    def on_train_start(module: Any) -> None:
+        found["start"] = snapshot(module)
+
+    strategy = strategy_class()(algorithm, ranks_per_node=ranks_per_node, block_size=64, **OPTIONS[algorithm])
+    module = make_module(pl, configure, norm_net, training_step=training_step, on_train_start=on_train_start)
+    trainer = quiet_trainer(pl, strategy, max_steps=steps, max_epochs=20)
+    with warnings.catch_warnings(record=True) as caught, Informed() as informed:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader(samples=96, batch=4), ckpt_path=ckpt_path)
+    if save is not None:
+        trainer.save_checkpoint(save)
+    found |= {
+        "end": snapshot(module),
+        "warned": [str(w.message) for w in caught if "residuals" in str(w.message)],
+        "informed": informed.lines,
+        "different": same_on_all_ranks(dict(module.named_parameters())),
+        "finite": all(bool(torch.isfinite(p).all()) for p in module.parameters()),
+        "steps": strategy.onebit_optimizers[0].steps,
+    }
+    return found
+
+
+class Informed:
+    """Lines of ``rank_zero_info`` that speak of residuals."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def __enter__(self) -> Informed:
+        import lightning_onebit.strategy as module
+
+        self._module, self._original = module, module.rank_zero_info
+
+        def record(message: str) -> None:
+            if "residuals" in message:
+                self.lines.append(message)
+            self._original(message)
+
+        module.rank_zero_info = record
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._module.rank_zero_info = self._original
+
+
+def states(results: list[dict[str, Any]], when: str) -> list[dict[str, Any]]:
+    return [result[when]["residuals"] for result in results]
+
+
+def assert_carried_over(before: list[dict[str, Any]], after: list[dict[str, Any]], algorithm: str) -> None:
+    """The ranks of ``after`` began with what those of ``before`` ended with, redistributed."""
+    old, new = states(before, "end"), states(after, "start")
+    if algorithm == "binsgdm":
+        for name in ("momentum", "magnitude"):
+            torch.testing.assert_close(worker_mean(new, name), worker_mean(old, name), rtol=1e-5, atol=1e-7)
+            assert worker_mean(new, name).any()
+    else:
+        assert torch.equal(server_vector(new), server_vector(old)) and server_vector(new).any()
+        torch.testing.assert_close(worker_mean(new), worker_mean(old), rtol=1e-5, atol=1e-8)
+        assert worker_mean(new).any()
+    for result in after:
+        assert differing(result["start"]["weights"], before[0]["end"]["weights"]) == []
+        assert not result["start"]["mid_local"] and result["warned"] == []
+        assert result["different"] == [] and result["finite"]
+        (line,) = result["informed"]
+        assert "server residuals are cut anew, worker residuals" in line
+        assert ("are dropped" in line) == before[0]["end"]["mid_local"]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "old", "new"),
+    [
+        ("onebit_adam", (4, None), (2, None)),
+        ("onebit_lamb", (2, None), (4, None)),
+        ("zero_one_adam", (3, None), (2, None)),
+        ("binsgdm", (4, 2), (2, None)),
+        ("onebit_adam", (4, None), (4, 2)),
+        ("zero_one_adam", (4, 2), (4, None)),
+        ("binsgdm", (3, None), (4, 2)),
+    ],
+)
+def test_another_world_goes_on_from_the_same_residuals(
+    algorithm: str, old: tuple[int, int | None], new: tuple[int, int | None], tmp_path: Path
+) -> None:
+    path = str(tmp_path / "x.ckpt")
+    before = run_ranks(elastic_rank, old[0], algorithm, old[1], 7, None, path)
+    after = run_ranks(elastic_rank, new[0], algorithm, new[1], 11, path, None)
+    assert before[0]["end"]["mid_local"] == (algorithm == "zero_one_adam")
+    assert_carried_over(before, after, algorithm)
+    assert after[0]["steps"] == 11
+
+
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "zero_one_adam"])
+def test_two_ranks_then_one_then_two_keep_the_mean_of_the_residuals(algorithm: str, tmp_path: Path) -> None:
+    paths = [str(tmp_path / name) for name in ("two.ckpt", "one.ckpt")]
+    two = run_ranks(elastic_rank, 2, algorithm, None, 7, None, paths[0])
+    one = run_ranks(elastic_rank, 1, algorithm, None, 9, paths[0], paths[1])
+    again = run_ranks(elastic_rank, 2, algorithm, None, 12, paths[1], None)
+    assert_carried_over(two, one, algorithm)
+    assert_carried_over(one, again, algorithm)
+    # alone, nothing is compressed: the residuals wait
+    assert torch.equal(server_vector(states(again, "start")), server_vector(states(two, "end")))
+    assert again[0]["steps"] == 12
+
+
+# ----- shards that are missing or damaged -----------------------------------------------------------------------------------------
+
+
+def lost_rank(rank: int, world: int, path: str, strict: bool) -> dict[str, Any]:
+    pl = enter(rank)
+    found: dict[str, Any] = {}
+
+    def on_train_start(module: Any) -> None:
+        (optimizer,) = module.trainer.strategy.onebit_optimizers
+        found["residuals"] = sum(float(t.abs().sum()) for t in optimizer.residual_state_dict()["tensors"].values())
+
+    strategy = strategy_class()("onebit_adam", block_size=64, strict_residuals=strict, **OPTIONS["onebit_adam"])
+    module = make_module(pl, configure, norm_net, training_step=training_step, on_train_start=on_train_start)
+    trainer = quiet_trainer(pl, strategy, max_steps=9, max_epochs=20)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            trainer.fit(module, loader(samples=96, batch=4), ckpt_path=path)
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+    found["warned"] = [str(w.message) for w in caught if "residuals" in str(w.message)]
+    found["different"] = same_on_all_ranks(dict(module.named_parameters()))
+    return found
+
+
+@pytest.mark.parametrize(("damage", "reason"), [("missing", "is missing"), ("damaged", "is damaged")])
+def test_lost_shards_are_a_warning_and_zero_residuals_or_an_error_when_strict(
+    damage: str, reason: str, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "x.ckpt")
+    run_ranks(elastic_rank, 2, "onebit_adam", None, 7, None, path)
+    (shard,) = tmp_path.glob("x.ckpt.onebit/*/rank-00001-of-00002.pt")
+    content = shard.read_bytes()
+    shard.unlink() if damage == "missing" else shard.write_bytes(content[: len(content) // 2])
+    # whether this rank's own shard is the broken one or not
+    for rank, found in enumerate(run_ranks(lost_rank, 2, path, False)):
+        assert found["residuals"] == 0 and found["different"] == [] and "error" not in found
+        assert len(found["warned"]) == (1 if rank == 0 else 0)
+        assert all(f"rank-00001-of-00002.pt {reason}" in text and "rank 1:" in text for text in found["warned"])
+    for found in run_ranks(lost_rank, 2, path, True):
+        assert found["error"].startswith("ShardError: strict_residuals=True: rank 1:") and reason in found["error"]
+    # another world needs all of them
+    for found in run_ranks(lost_rank, 3, path, True):
+        assert found["error"].startswith("ShardError: strict_residuals=True") and reason in found["error"]
+
+
+# ----- plain DDP with AdamW, and back ---------------------------------------------------------------------------------------------
+
+
+def adamw(module: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.01)
+
+
+def plain_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    pl = enter(rank)
+
+    def train(strategy: Any, steps: int, ckpt_path: str | None, save: str | None) -> tuple[dict[str, Any], Any]:
+        module = make_module(pl, adamw, plain_net, training_step=training_step)
+        trainer = quiet_trainer(pl, strategy, max_steps=steps, max_epochs=20)
+        trainer.fit(module, loader(samples=96, batch=4), ckpt_path=ckpt_path)
+        if save is not None:
+            trainer.save_checkpoint(save)
+        return {k: v.clone() for k, v in module.state_dict().items()}, trainer
+
+    found: dict[str, Any] = {}
+    ddp, onebit, back = (f"{folder}/{name}.ckpt" for name in ("ddp", "onebit", "back"))
+    train("ddp", 4, None, ddp)
+    found["ddp"], _ = train("ddp", 6, ddp, None)
+    found["warm-up"], _ = train(strategy_class()("onebit_adam", freeze_step=6), 6, ddp, None)
+    weights, trainer = train(strategy_class()("onebit_adam", freeze_step=6), 9, ddp, onebit)
+    (optimizer,) = trainer.strategy.onebit_optimizers
+    found["compressed"] = (optimizer.steps, optimizer.phase.value)
+    loaded, _ = train("ddp", 9, onebit, None)
+    found["loaded differs"] = differing(loaded, weights)
+    after, trainer = train("ddp", 12, onebit, back)
+    found["moved"] = max(float((after[k] - weights[k]).abs().max()) for k in after)
+    found["step"] = {float(s["step"]) for s in trainer.optimizers[0].state.values()}
+    return found
+
+
+def test_plain_ddp_with_adamw_goes_on_as_onebit_adam_and_back(tmp_path: Path) -> None:
+    for found in run_ranks(plain_rank, 2, str(tmp_path), timeout=120):
+        torch.testing.assert_close(found["warm-up"], found["ddp"], rtol=1e-5, atol=1e-6)
+        assert found["compressed"] == (9, "compressed")
+        assert found["loaded differs"] == []
+        # AdamW goes on with the momentum and the floored second moments: steps of ordinary size
+        assert 1e-4 < found["moved"] < 0.1 and found["step"] == {12.0}
