@@ -11,7 +11,8 @@ Two tables, each measured side by side in one process, all candidates in turn in
   read once and each output written once; a copy counts 8 bytes per element.
 * **step**: what a compressed 1-bit Adam step computes on a rank of 2, everything but waiting for the network (gradient statistics,
   compress, server part for half of the blocks from 2 streams, apply), over fused AdamW on tensors of the same shapes with the same
-  threads. Once for one tensor, once for the shapes of a transformer. The steps go through the buckets as the exchange does.
+  threads. Beside it, torch operations that do nothing but read and write the same memory, bits aside (sum, add_, mul_, add_).
+  Once for one tensor, once for the shapes of a transformer. The steps go through the buckets as the exchange does.
 
 Prints the tables and writes ``kernels.json`` and ``kernels.png`` into ``--out``.
 """
@@ -128,6 +129,9 @@ def measure_kernels(elements: int, threads: int, repeats: int) -> dict[str, Any]
     backends = {"cpu": case.operations(get_backend("cpu", "cpu"))}
     if numba_kernels is not None:
         backends["numba"] = case.prototype(threads)
+        for _, call in backends["numba"].values():
+            call()
+        torch.set_num_threads(threads)  # Numba's first call sets the OpenMP runtime that torch uses to all cores
     table: dict[str, Any] = {}
 
     def add(backends: dict[str, dict[str, tuple[float, Callable[[], Any]]]], repeats: int) -> None:
@@ -147,6 +151,8 @@ def measure_kernels(elements: int, threads: int, repeats: int) -> dict[str, Any]
 
     add(backends, repeats)
     add({"reference": case.operations(get_backend("reference", "cpu"))}, max(3, repeats // 5))
+    if torch.get_num_threads() != threads:
+        raise RuntimeError(f"measured with {torch.get_num_threads()} threads instead of {threads}")
     return {"elements": elements, "table": table}
 
 
@@ -254,8 +260,22 @@ def measure_step(shapes: Sequence[tuple[int, ...]], repeats: int, bucket_mb: flo
         own()
         kernels._library.onebit_use_openmp(1)
 
+    elements = sum(p.numel() for p in parameters)
+    g, e, x, r, d = (torch.randn(size) for size in (elements, elements, elements, elements, elements // RANKS))
+
+    def same_memory() -> None:
+        g.sum()
+        e.add_(g, alpha=1e-9)
+        d.mul_(1.0)
+        x.add_(r, alpha=1e-9)
+
     warm_up = 3
-    candidates = {"adamw_fused": adamw.step, "onebit": step, "onebit, own helper threads": own_threads}
+    candidates = {
+        "adamw_fused": adamw.step,
+        "onebit": step,
+        "onebit, own helper threads": own_threads,
+        "bare passes over the same memory": same_memory,
+    }
     seconds = side_by_side(candidates, repeats=repeats, warm_up=warm_up)
     parts = {name: statistics.median(values[warm_up:]) for name, values in step.seconds.items()}
     hot = statistics.median(statistics_as_gradients_arrive(kernels, gradients) for _ in range(5))
@@ -266,7 +286,7 @@ def measure_step(shapes: Sequence[tuple[int, ...]], repeats: int, bucket_mb: flo
         )
     ]
     return {
-        "elements": sum(p.numel() for p in parameters),
+        "elements": elements,
         "tensors": len(parameters),
         "median_seconds": medians(seconds),
         "parts_median_seconds": parts,
@@ -303,11 +323,11 @@ def print_step(title: str, found: dict[str, Any]) -> None:
     """A block of the second table."""
     print(f"\nstep, {title}: {found['elements'] / 1e6:.1f} M elements in {found['tensors']} tensors")
     for name, seconds in found["median_seconds"].items():
-        print(f"  {name:34s} {seconds * 1e3:8.2f} ms   {found['over_adamw_fused'][name]:.3f} x AdamW fused")
+        print(f"  {name:36s} {seconds * 1e3:8.2f} ms   {found['over_adamw_fused'][name]:.3f} x AdamW fused")
     for name, seconds in found["parts_median_seconds"].items():
-        print(f"    {name:32s} {seconds * 1e3:8.2f} ms")
+        print(f"    {name:34s} {seconds * 1e3:8.2f} ms")
     print(f"  without grad_stats {found['over_adamw_fused_without_grad_stats']:.3f} x AdamW fused")
-    print(f"  grad_stats as gradients arrive     {found['grad_stats_as_gradients_arrive_seconds'] * 1e3:8.2f} ms")
+    print(f"  grad_stats as gradients arrive       {found['grad_stats_as_gradients_arrive_seconds'] * 1e3:8.2f} ms")
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -321,12 +341,14 @@ def plot(result: dict[str, Any], path: Path) -> None:
     figure, axes = plt.subplots(1, panels, figsize=(6.5 * panels, 4.2), squeeze=False)
     axis = axes[0][-1]
     for row, found in enumerate(result["steps"].values()):
-        base, left = found["median_seconds"]["adamw_fused"], 0.0
+        # medians of parts do not add up to the median of the whole: the parts share out the whole's ratio
+        whole, left = found["over_adamw_fused"]["onebit"], 0.0
+        total = sum(found["parts_median_seconds"].values())
         axis.barh(2 * row, 1.0, color="tab:gray", label="AdamW fused" if row == 0 else None)
         for k, (part, seconds) in enumerate(found["parts_median_seconds"].items()):
             label = part if row == 0 else None
-            axis.barh(2 * row + 1, seconds / base, left=left, color=f"C{k}", label=label)
-            left += seconds / base
+            axis.barh(2 * row + 1, seconds / total * whole, left=left, color=f"C{k}", label=label)
+            left += seconds / total * whole
         axis.text(left, 2 * row + 1, f" {left:.2f}", va="center", fontsize=8)
     ticks = [f"{kind}\n{title}" for title in result["steps"] for kind in ("AdamW", "1-bit step")]
     axis.set_yticks(range(len(ticks)), ticks, fontsize=8)
