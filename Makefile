@@ -7,6 +7,8 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
+# Test files that run at once. Most start processes of their own and wait for them; two keep two cores busy.
+JOBS   ?= 2
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -39,7 +41,7 @@ lint: $(STAMP)
 	$(BIN)/mypy
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 clean:
 	rm -rf $(VENV) demo_out build *.egg-info .pytest_cache .mypy_cache .ruff_cache

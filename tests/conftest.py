@@ -28,6 +28,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="no CUDA device on this machine"))
 
 
+# What a Trainer or torchrun leaves in the environment of the process it ran in.
+_LAUNCHER = (
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "LOCAL_RANK",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "PL_GLOBAL_SEED",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left_behind() -> Iterator[None]:
+    """A test that trains in this process leaves neither a process group nor its address to the next one."""
+    before = {name: os.environ.get(name) for name in _LAUNCHER}
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
 @pytest.fixture(autouse=True)
 def _same_draws() -> Iterator[None]:
     """Every test starts from the same random state, whatever ran before it."""
