@@ -239,8 +239,9 @@ def _address(tensor: Tensor, name: str, numel: int, dtype: torch.dtype = torch.f
 
 
 def _payload(packed: Packed, name: str, blocks: int, block_size: int) -> tuple[int, int, int]:
-    raw = packed.raw
-    if packed.blocks != blocks or packed.block_size != block_size or not packed.has_scales:
+    # few attribute look-ups: between two buckets Python runs with cold caches, which makes each several times as dear
+    raw, per_row = packed.raw, packed.blocks_per_row
+    if raw.shape[0] * per_row != blocks or packed.block_size != block_size or not packed.has_scales:
         raise ValueError(
             f"{name} must hold {blocks} blocks of {block_size} elements with scales, got {packed.blocks} of "
             f"{packed.block_size}, has_scales={packed.has_scales}"
@@ -248,7 +249,7 @@ def _payload(packed: Packed, name: str, blocks: int, block_size: int) -> tuple[i
     address, (stride, step) = raw.data_ptr(), raw.stride()
     if not raw.is_cpu or step != 1 or address % 4 or stride % 4:
         raise ValueError(f"{name}.raw must be rows of contiguous bytes on the cpu that begin at multiples of 4 bytes")
-    return address, stride, packed.blocks_per_row
+    return address, stride, per_row
 
 
 class _Layout:
@@ -349,6 +350,7 @@ class CpuKernels(ReferenceKernels):
 
     def __init__(self) -> None:
         self._library = load(build())
+        self._functions = {name: getattr(self._library, f"onebit_{name}") for name in _SIGNATURES}
         self._layouts: dict[int, tuple[weakref.ref[BlockMap], _Layout]] = {}
         self._check()
 
@@ -383,7 +385,7 @@ class CpuKernels(ReferenceKernels):
         return layout
 
     def _call(self, name: str, *arguments: Any) -> None:
-        getattr(self._library, f"onebit_{name}")(torch.get_num_threads(), *arguments)
+        self._functions[name](torch.get_num_threads(), *arguments)
 
     def gather(self, bucket: BlockMap, spans: Spans, out: Tensor) -> None:
         """Spans to flat fp32 with zero padding."""
