@@ -225,6 +225,17 @@ def test_tensors_without_norm_or_momentum_crash_nothing_and_stay_bounded() -> No
         assert all(np.isfinite(c) for c in result["coefficients"].values())
 
 
+@pytest.mark.parametrize("shapes", [((0,), (5,)), ((0,), (0,)), ((5,), (0,))])
+def test_parameters_without_elements_are_legal_anywhere(shapes: tuple[tuple[int, ...], ...]) -> None:
+    params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+    optimizer = OnebitLamb(params, freeze_step=2, force_compression=True)
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert all((p < 1).all() for p in params) and optimizer.steps == 4
+
+
 # ----- options -------------------------------------------------------------------------------------------------------------------
 
 

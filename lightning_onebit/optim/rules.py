@@ -180,9 +180,9 @@ def dense_lamb_(
 def _portions(numels: Sequence[int]) -> list[list[int]]:
     """Cuts a list of tensors into runs of about ``_CHUNK`` elements."""
     portions: list[list[int]] = []
-    size = _CHUNK
+    size = 0
     for i, numel in enumerate(numels):
-        if size + numel > _CHUNK:
+        if not portions or size + numel > _CHUNK:
             portions.append([])
             size = 0
         portions[-1].append(i)
