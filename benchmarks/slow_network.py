@@ -1,4 +1,4 @@
-"""Whole training steps over a real slow network: 1-bit Adam against DDP, its fp16 hook, PowerSGD and DeepSpeed's OneBitAdam.
+"""Whole training steps over a real slow network: 1-bit Adam against DDP, its fp16 hook and PowerSGD.
 
     sudo python benchmarks/slow_network.py --hosts 2 --bandwidth 1000 100
 
@@ -23,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-METHODS = ("none", "ddp", "ddp_fp16", "powersgd1", "powersgd2", "powersgd4", "onebit", "onebit_backward", "deepspeed")
+METHODS = ("none", "ddp", "ddp_fp16", "powersgd1", "powersgd2", "powersgd4", "onebit", "onebit_backward")
 
 
 @dataclass
@@ -85,10 +85,6 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
         return cross_entropy(net(x).flatten(0, 1), y.flatten())
 
     nothing: Callable[[], dict[str, Any]] = dict
-    if name == "deepspeed":
-        from _deepspeed import deepspeed_onebit_adam
-
-        return deepspeed_onebit_adam(model, loss), nothing
     if name.startswith("onebit"):
         from lightning_onebit.optim import OnebitAdam
 
@@ -273,7 +269,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, nargs="+", default=[2])
     parser.add_argument("--bandwidth", type=float, nargs="+", default=[1000.0, 100.0], help="Mb/s per link")
-    parser.add_argument("--methods", nargs="+", default=[m for m in METHODS if m != "deepspeed"], choices=METHODS)
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--width", type=int, default=512)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1)
