@@ -111,7 +111,7 @@ def test_metadata_names_version_python_extras_and_withdrawn_releases(wheel: Path
     assert {"cpu", "cuda12", "cuda13", "cli", "dev", "plot"} <= set(fields.get_all("Provides-Extra"))
     requirements = [Requirement(text) for text in fields.get_all("Requires-Dist")]
     bare = {requirement.name: requirement.specifier for requirement in requirements if not requirement.marker}
-    assert set(bare) == {"torch", "pytorch-lightning", "torchmetrics", "numpy"}
+    assert set(bare) == {"torch", "pytorch-lightning", "torchmetrics", "numpy", "fsspec"}
     for requirement in requirements:
         if requirement.name in ("lightning", "pytorch-lightning"):
             for withdrawn in ("2.6.2", "2.6.3"):
