@@ -28,12 +28,18 @@ SMALL_MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "3
 SMALL_DATA = ["--train-bytes", "65536", "--validation-windows", "8"]
 
 
+def alone() -> dict[str, str]:
+    """This process's environment without what a Lightning run in it may have left: the child starts a run of its own."""
+    taken = ("LOCAL_RANK", "NODE_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "PL_GLOBAL_SEED")
+    return {name: value for name, value in os.environ.items() if name not in taken}
+
+
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """Runs Python in ``folder`` and returns what it wrote; fails with it if the status is not 0."""
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **environment},
+        env={**alone(), "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
