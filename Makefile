@@ -1,5 +1,6 @@
 # make demo            train the byte-level transformer with DDP and with 1-bit Adam, and compare   (ARGS="..." for its options)
 # make test            lint, types and the whole test suite                                          (ARGS="..." for pytest)
+# make docs            the documentation as a site in build/docs; warnings are errors
 # make install         only prepare .venv; demo and test do it when pyproject.toml or constraints.txt changed
 #
 # Needs GNU make and Python >= 3.10 with venv (PYTHON=... chooses one). Everything else comes through pip into .venv.
@@ -13,7 +14,7 @@ JOBS   ?= 2
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint install clean
+.PHONY: demo test lint docs install clean
 .DEFAULT_GOAL := help
 
 .PHONY: help
@@ -39,6 +40,9 @@ demo: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)

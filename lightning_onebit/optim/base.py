@@ -390,7 +390,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: more than ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
-            rank.
+                rank.
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
         """
@@ -1138,7 +1138,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
         Raises:
             ValueError: the state was written for another layout (world, node size, blocks or parameters); the message
-            names it.
+                names it.
         """
         mine = self._rank_layout()
         keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size"]

@@ -1,0 +1,168 @@
+"""The documentation builds without a warning, every page is reachable, and its code runs."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from harness import run_ranks
+from lightning_support import enter
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+# What a page leaves to the reader: a model, batches. Everything else a page says itself.
+_LEFT_OUT = """
+import torch
+from lightning_onebit import OnebitAdam
+def build_model():
+    torch.manual_seed(0)
+    return torch.nn.Linear(8, 2)
+def loss(model, batch):
+    return model(batch).square().mean()
+"""
+BEFORE = {
+    "convergence.md": _LEFT_OUT
+    + "def batches(rank, size):\n    return [torch.randn(4, 8, generator=torch.Generator().manual_seed(rank))] * 3\n"
+    + "def validate(model):\n    return float(model.weight.detach().square().sum())\n",
+    "metrics.md": _LEFT_OUT
+    + "model = build_model()\noptimizer = OnebitAdam(model.parameters())\nbatches = [torch.randn(4, 8)] * 3\n"
+    + "loss = lambda batch: model(batch).square().mean()\n",
+}
+# What a page's code prints if it does what the page says.
+PRINTED = {
+    "index.md": r"compressed 2 3\n",
+    "how-it-works.md": r"step 2: \w+, [\d,]+ bytes in \d+ collectives\nstep 3: compressed, [\d,]+ bytes in 2 ",
+    "freeze.md": r"15%: 5\.7x, 4\.9x\n20%: 4\.4x, 4\.0x",
+    "contributing.md": r"loss 0\.\d+ after 50 compressed steps, ratio [2-9]\.\d",
+}
+
+
+def blocks(page: str) -> list[str]:
+    return BLOCK.findall((DOCS / page).read_text())
+
+
+def run_page(rank: int, world: int, page: str, folder: str) -> str:
+    enter(rank)
+    os.chdir(folder)
+    import matplotlib
+
+    matplotlib.use("Agg")
+    printed = io.StringIO()
+    # a script: names of one block are known to the next
+    names: dict[str, object] = {"__name__": "__main__"}
+    with contextlib.redirect_stdout(printed):
+        for number, block in enumerate([BEFORE.get(page, ""), *blocks(page)]):
+            exec(compile(block, f"{page}, block {number}", "exec", dont_inherit=True), names)
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
+def test_code_of_a_page_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
+    for printed in run_ranks(run_page, 2, page, str(tmp_path), timeout=120):
+        assert re.search(PRINTED.get(page, ""), printed), printed
+
+
+def test_what_is_said_about_a_page_is_said_about_one_that_has_code() -> None:
+    for page in {*BEFORE, *PRINTED}:
+        assert blocks(page), f"{page} has no code any more"
+    assert sum(len(blocks(page)) for page in PAGES) >= 10
+
+
+def test_worked_example_of_an_algorithm_has_less_than_80_lines() -> None:
+    assert len(blocks("contributing.md")[0].splitlines()) < 80
+
+
+def test_numbers_that_pages_quote_are_those_of_the_study() -> None:
+    """Gaps and ratios of the decision table stand in one row of the convergence tables, of the right optimizer."""
+    rows = [line for line in (DOCS / "convergence.md").read_text().splitlines() if line.startswith("| ")]
+    table = (DOCS / "choosing.md").read_text().split("<!-- numbers: convergence.md -->")[1].strip().splitlines()
+    names = {
+        "1-bit Adam": "onebit_adam",
+        "1-bit LAMB": "onebit_lamb",
+        "0/1 Adam": "zero_one_adam",
+        "BinSGDM": "binsgdm",
+    }
+    checked = 0
+    for line in table[2:]:
+        if not line.startswith("|"):
+            break
+        name, _, *gaps, saved = (cell.strip() for cell in line.strip("|").split("|"))
+        mine = [row for row in rows if row.startswith(f"| {names[name]}") and "4 simulated" in row]
+        for gap in gaps:
+            number = gap.split(" (")[0]
+            assert any(number in row for row in mine), f"{name}: {number} is in no row of the study"
+        assert any(gaps[0].split(" (")[0] in row and saved in row for row in mine), f"{name}: {saved}"
+        checked += 1
+    assert checked == len(names)
+
+
+def test_files_that_pages_name_exist() -> None:
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:examples|benchmarks|tests)/[\w/]+\.(?:py|sh|sbatch|yaml))", (DOCS / page).read_text()
+        ):
+            assert (ROOT / name).exists(), f"{page} names {name}"
+
+
+def _pages_in(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    if isinstance(nav, dict):
+        nav = list(nav.values())
+    assert isinstance(nav, list)
+    return [page for item in nav for page in _pages_in(item)]
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    assert sorted(_pages_in(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])) == PAGES
+
+
+def build(site: Path, *, config: Path = ROOT / "mkdocs.yml") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--config-file", str(config), "--site-dir", str(site)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
+    done = build(tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "WARNING" not in done.stderr, done.stderr[-3000:]
+    for page in PAGES:
+        assert (tmp_path / page).with_suffix(".html").exists(), page
+    reference = (tmp_path / "api" / "optimizers.html").read_text()
+    assert "decay of the first and second moment" in reference, "docstrings are not in the reference"
+    # images outside of docs/ are in the site, where the page looks for them
+    page = (tmp_path / "convergence.html").read_text()
+    images = re.findall(r'src="(repository/[^"]+\.png)"', page)
+    assert images and all((tmp_path / image).stat().st_size > 1000 for image in images)
+    # opened from a folder, without network: nothing is fetched from elsewhere
+    for path in tmp_path.rglob("*.html"):
+        fetched = re.findall(r'<(?:script|img|link)\b[^>]*(?:src|href)="(https?:[^"]+)', path.read_text())
+        assert not [address for address in fetched if "canonical" not in address], path
+
+
+def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+    config = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "index.md").write_text("[nowhere](nowhere.md)\n")
+    del config["nav"], config["hooks"], config["plugins"]
+    (tmp_path / "mkdocs.yml").write_text(yaml.safe_dump(config))
+    done = build(tmp_path / "site", config=tmp_path / "mkdocs.yml")
+    assert done.returncode != 0
+    assert "nowhere.md" in done.stderr
