@@ -21,6 +21,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -183,24 +184,49 @@ def read_shard(checkpoint_path: str, stamp: Stamp, rank: int) -> list[dict[str, 
     return list(states)
 
 
-def remove_shards(checkpoint_path: str, keep: Collection[str] = ()) -> None:
-    """Removes the shards beside a ``.ckpt`` except those with the ids ``keep``, and their folder when it is empty.
+def shard_ids(checkpoint_path: str) -> set[str]:
+    """Ids of the checkpoints whose shards lie beside a ``.ckpt``, as far as this machine sees them."""
+    fs, folder = url_to_fs(_folder(checkpoint_path))
+    try:
+        names = {str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(folder, detail=False)}
+    except OSError:
+        return set()
+    return {name for name in names if _ID.fullmatch(name)}
 
-    Failing to do so is no reason to end a run: it is only logged.
+
+def remove_shards(checkpoint_path: str, ids: Collection[str] | None = None) -> None:
+    """Removes shards beside a ``.ckpt``, and their folder when nothing is left in it.
+
+    Several nodes may do so at once. Failing is no reason to end a run: it is only logged.
+
+    Args:
+        checkpoint_path: path or URL of the ``.ckpt``.
+        ids: of the checkpoints whose shards go; None: all.
     """
     fs, folder = url_to_fs(_folder(checkpoint_path))
     try:
-        if not fs.exists(folder):
+        if ids is None:
+            _remove_folder(fs, folder)
             return
-        found = [str(path).rstrip("/").rpartition("/")[2] for path in fs.ls(folder, detail=False)]
-        if not set(found) & set(keep):
-            fs.rm(folder, recursive=True)
-            return
-        for name in found:
-            if name not in keep:
-                fs.rm(f"{folder}/{name}", recursive=True)
+        for name in ids:
+            _remove_folder(fs, f"{folder}/{name}")
+        if ids and not fs.ls(folder, detail=False):
+            fs.rmdir(folder)
+    except FileNotFoundError:
+        pass
     except OSError as error:
         log.warning("cannot remove old shards in %s: %s", folder, error)
+
+
+def _remove_folder(fs: Any, folder: str) -> None:
+    if not isinstance(fs, LocalFileSystem):
+        with contextlib.suppress(FileNotFoundError):
+            fs.rm(folder, recursive=True)
+        return
+    # goes on where another node has been faster
+    shutil.rmtree(folder, ignore_errors=True)
+    if os.path.isdir(folder):
+        os.rmdir(folder)  # says why
 
 
 def checksum(states: Sequence[Mapping[str, Any]]) -> str:
@@ -263,7 +289,8 @@ def save_shards(
     device: torch.device,
     publish: Callable[[], None],
     *,
-    clean_up: bool = True,
+    cleans: bool,
+    asynchronous: bool = False,
 ) -> None:
     """Writes the shards of all ranks, then the ``.ckpt``. Collective.
 
@@ -274,7 +301,8 @@ def save_shards(
         states: ``residual_state_dict()`` of each compressed optimizer.
         device: of the parameters.
         publish: makes the ``.ckpt`` appear (does nothing on ranks other than 0).
-        clean_up: whether shards of a ``.ckpt`` that ``publish`` fails to write are removed.
+        cleans: whether this rank removes what a save that fails has left on its node.
+        asynchronous: whether ``publish`` only hands the ``.ckpt`` over to be written.
 
     Raises:
         ShardError: on every rank, if any rank cannot write; an older checkpoint of this name stays whole.
@@ -293,21 +321,14 @@ def save_shards(
         except Exception as reason:
             raised = reason
         failed = agree(transport, f"cannot write {checkpoint_path}: {raised}" if raised else "", device, "saving")
+        if failed is not None and cleans and not asynchronous:
+            remove_shards(checkpoint_path, [stamp.id])
         if raised is not None:
-            if clean_up:
-                _forget(checkpoint_path, stamp)
             raise raised
-    elif rank == 0:
-        _forget(checkpoint_path, stamp)
+    elif cleans:
+        remove_shards(checkpoint_path, [stamp.id])
     if failed is not None:
         raise ShardError(f"the checkpoint is not saved; an older one of the same name is as it was. {failed}")
-
-
-def _forget(checkpoint_path: str, stamp: Stamp) -> None:
-    fs, folder = url_to_fs(f"{_folder(checkpoint_path)}/{stamp.id}")
-    with contextlib.suppress(OSError):
-        if fs.exists(folder):
-            fs.rm(folder, recursive=True)
 
 
 def restore_residuals(

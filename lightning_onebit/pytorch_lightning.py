@@ -5,6 +5,7 @@ from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin
+from lightning_onebit.callbacks.finish import FinalSynchronisationMixin
 from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.callbacks.probe import LinkProbeMixin
@@ -41,11 +42,16 @@ class LinkProbe(LinkProbeMixin, Callback):  # type: ignore[misc]  # noqa: D101
     __doc__ = LinkProbeMixin.__doc__
 
 
+class _FinalSynchronisation(FinalSynchronisationMixin, Callback):
+    pass
+
+
 class OnebitStrategy(OnebitMixin, DDPStrategy):  # type: ignore[misc]  # noqa: D101
     __doc__ = OnebitMixin.__doc__
 
     _misconfiguration = MisconfigurationException
     _freeze_callback = VarianceFreeze
+    _final_callback = _FinalSynchronisation
 
 
 OnebitStrategy.register_strategies(StrategyRegistry)

@@ -32,6 +32,7 @@ from lightning_onebit.checkpoint import (
     restarted,
     restore_residuals,
     save_shards,
+    shard_ids,
 )
 from lightning_onebit.comm import (
     DEFAULT_TIMEOUT,
@@ -129,6 +130,7 @@ class OnebitMixin(_Base):
     # What the binding modules fill in with classes of their tree.
     _misconfiguration: ClassVar[type[Exception]]
     _freeze_callback: ClassVar[type[Any]]
+    _final_callback: ClassVar[type[Any]]
 
     def __init__(
         self,
@@ -312,7 +314,11 @@ class OnebitMixin(_Base):
             # Lightning leaves a gloo group to the interpreter's shutdown, where its threads sometimes abort the process.
             atexit.register(_disconnect)
         assert self.lightning_module is not None
-        self._offer_freeze(self.lightning_module.trainer)
+        trainer = self.lightning_module.trainer
+        self._offer_freeze(trainer)
+        trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, self._final_callback)]
+        if trainer.state.fn == "fit" and self._algorithm.optimizer.local_steps:
+            trainer.callbacks.insert(0, self._final_callback())
 
     def setup(self, trainer: Any) -> None:
         """Compares the models of all ranks, then does what ``DDPStrategy`` does, without the wrapper."""
@@ -665,11 +671,14 @@ class OnebitMixin(_Base):
             )
             states = []
         if not states:
+            older = shard_ids(str(filepath))
             save(checkpoint, filepath, storage_options)
-            self._sweep(str(filepath), "")
+            self._sweep(str(filepath), "", older)
             return
         # metrics in file names may differ by rank: rank 0's name counts, as rank 0's file does
         path, chosen = self.broadcast((str(filepath), uuid.uuid4().hex))
+        # before ranks meet: what another rank may soon write for a later checkpoint is not among them
+        older = shard_ids(path)
         stamp = Stamp(chosen, transport.size, any(state["tensors"] for state in states))
         save_shards(
             path,
@@ -678,33 +687,39 @@ class OnebitMixin(_Base):
             states,
             self.root_device,
             lambda: save({**checkpoint, STAMP_KEY: stamp.as_dict()}, filepath, storage_options),
-            clean_up=not self._saves_asynchronously,
+            cleans=self._cleans,
+            asynchronous=self._saves_asynchronously,
         )
-        self._sweep(path, stamp.id)
+        self._sweep(path, stamp.id, older)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Lightning's, and what lies beside the file."""
         super().remove_checkpoint(filepath)
-        if self.is_global_zero:
+        if self._cleans:
             self._in_flight.pop(str(filepath), None)
             remove_shards(str(filepath))
+
+    @property
+    def _cleans(self) -> bool:
+        """Whether this rank removes old shards: one of every node does, for disks may be the nodes' own."""
+        return bool(self.local_rank == 0)
 
     @property
     def _saves_asynchronously(self) -> bool:
         return any(cls.__name__ == "AsyncCheckpointIO" for cls in type(self.checkpoint_io).__mro__)
 
-    def _sweep(self, path: str, kept: str) -> None:
-        """Removes shards of checkpoints that the one just saved has overwritten."""
-        if not self.is_global_zero:
+    def _sweep(self, path: str, kept: str, older: set[str]) -> None:
+        """Removes those of the ``older`` shards that belong to checkpoints which the one just saved has overwritten."""
+        if not self._cleans:
             return
-        if not self._saves_asynchronously:
-            remove_shards(path, keep=[kept])
-            return
-        written = self._in_flight.setdefault(path, [])
-        written.append(kept)
-        del written[:-_ASYNC_GENERATIONS]
-        if len(written) == _ASYNC_GENERATIONS:
-            remove_shards(path, keep=written)
+        written = [kept]
+        if self._saves_asynchronously:
+            written = self._in_flight.setdefault(path, [])
+            written.append(kept)
+            del written[:-_ASYNC_GENERATIONS]
+            if len(written) < _ASYNC_GENERATIONS:
+                return
+        remove_shards(path, older.difference(written))
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Lightning's; remembers where the file lies, for what lies beside it."""
@@ -766,7 +781,7 @@ class OnebitMixin(_Base):
         # an asynchronous plugin has now written everything
         while self._in_flight:
             path, written = self._in_flight.popitem()
-            remove_shards(path, keep=written[-1:])
+            remove_shards(path, shard_ids(path).difference(written[-1:]))
 
     def _end_run(self) -> None:
         run, self._run = self._run, None

@@ -14,7 +14,7 @@ from harness import run_ranks
 import lightning_onebit.callbacks.freeze as freeze
 import lightning_onebit.callbacks.guard as guard
 from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
-from lightning_onebit.callbacks.guard import DivergenceGuardMixin, thaw
+from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, Phase, ZeroOneAdam
 
 
@@ -75,7 +75,7 @@ def _thawed(rank: int, world: int, kind: str) -> dict[str, Any]:
         if mode != "never frozen":
             optimizer.freeze()
             steps(5 if mode == "compressed between" else 0)
-            thaw(optimizer)
+            optimizer.thaw()
             assert optimizer.phase is Phase.WARMUP
         steps(10)
         optimizer.freeze()
@@ -106,18 +106,19 @@ def test_the_variance_does_not_jump_when_it_had_seen_few_steps() -> None:
         optimizer.step()
         if step == 2:
             optimizer.freeze()
-    thaw(optimizer)
+    optimizer.thaw()
     v = optimizer.state_dict()["state"][0]["exp_avg_sq"] / (1 - 0.999**40)
     torch.testing.assert_close(v, torch.ones_like(v), rtol=1e-3, atol=0)
 
 
 def test_thaw_refuses_what_it_cannot_take_back() -> None:
-    with pytest.raises(ValueError, match="phase 'warmup'"):
-        thaw(onebit_adam())
-    with pytest.raises(ValueError, match="freeze_step=3"):
-        thaw(onebit_adam(freeze_step=3))
-    with pytest.raises(TypeError, match="BinSGDM"):
-        thaw(BinSGDM([torch.nn.Parameter(torch.zeros(3))]))  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match="phase 'warmup'"):
+        onebit_adam().thaw()
+    with pytest.raises(RuntimeError, match="freeze_step=3"):
+        onebit_adam(freeze_step=3).thaw()
+    for kind in (BinSGDM, ZeroOneAdam):
+        with pytest.raises(RuntimeError, match=f"{kind.__name__} has no dense warm-up"):
+            kind([torch.nn.Parameter(torch.zeros(3))]).thaw()
 
 
 # ------------------------------------------------------------------------------------------------------------ one process

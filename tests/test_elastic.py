@@ -24,7 +24,8 @@ from lightning_support import (
 )
 from test_resume import OPTIONS, training_step
 
-from lightning_onebit.comm import plan_buckets
+import lightning_onebit as ob
+from lightning_onebit.comm import SimulatedWorld, plan_buckets
 from lightning_onebit.optim.redistribute import Redistribution
 
 CPU = torch.device("cpu")
@@ -151,16 +152,21 @@ def elastic_rank(
     def on_train_start(module: Any) -> None:
         found["start"] = snapshot(module)
 
+    def on_train_batch_end(module: Any, *_: Any) -> None:
+        # as a ModelCheckpoint would, between synchronisations: training ends with one
+        if module.trainer.global_step == steps:
+            found["end"] = snapshot(module)
+            if save is not None:
+                module.trainer.save_checkpoint(save)
+
     strategy = strategy_class()(algorithm, ranks_per_node=ranks_per_node, block_size=64, **OPTIONS[algorithm])
-    module = make_module(pl, configure, norm_net, training_step=training_step, on_train_start=on_train_start)
+    hooks = {"on_train_start": on_train_start, "on_train_batch_end": on_train_batch_end}
+    module = make_module(pl, configure, norm_net, training_step=training_step, **hooks)
     trainer = quiet_trainer(pl, strategy, max_steps=steps, max_epochs=20)
     with warnings.catch_warnings(record=True) as caught, Informed() as informed:
         warnings.simplefilter("always")
         trainer.fit(module, loader(samples=96, batch=4), ckpt_path=ckpt_path)
-    if save is not None:
-        trainer.save_checkpoint(save)
     found |= {
-        "end": snapshot(module),
         "warned": [str(w.message) for w in caught if "residuals" in str(w.message)],
         "informed": informed.lines,
         "different": same_on_all_ranks(dict(module.named_parameters())),
@@ -340,3 +346,53 @@ def test_plain_ddp_with_adamw_goes_on_as_onebit_adam_and_back(tmp_path: Path) ->
         assert found["loaded differs"] == []
         # AdamW goes on with the momentum and the floored second moments: steps of ordinary size
         assert 1e-4 < found["moved"] < 0.1 and found["step"] == {12.0}
+
+
+# ----- second moments through other worlds ----------------------------------------------------------------------------------------
+
+
+def constant_worker(group: Any, rank: int, algorithm: str, steps: int, state: dict[str, Any] | None) -> dict[str, Any]:
+    """Steps on a gradient that is 1 everywhere, so that a bias-corrected second moment is 1 whatever its age."""
+    params = [torch.nn.Parameter(torch.zeros(40)), torch.nn.Parameter(torch.zeros(7))]
+    kind, options = {
+        "onebit_adam": (ob.OnebitAdam, {"freeze_step": 3}),
+        "onebit_lamb": (ob.OnebitLamb, {"freeze_step": 3}),
+        # refreshes at 1, 2, 4, 8, ...: v has had fewer updates than there were steps
+        "zero_one_adam": (ob.ZeroOneAdam, {"var_freeze_step": 12, "var_update_scaler": 1}),
+    }[algorithm]
+    optimizer: Any = kind(params, lr=1e-4, denominator_floor=0.0, block_size=32, process_group=group, **options)
+    if state is not None:
+        optimizer.load_state_dict(state)
+    for _ in range(steps):
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    saved: dict[str, Any] = optimizer.state_dict()
+    return saved
+
+
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+def test_the_bias_correction_of_second_moments_survives_worlds_of_two_and_one(algorithm: str) -> None:
+    def run(world: int, steps: int, state: dict[str, Any] | None) -> dict[str, Any]:
+        # alone: no group at all, where nothing is compressed
+        fn = constant_worker
+        if world == 1:
+            return fn(None, 0, algorithm, steps, state)
+        return SimulatedWorld(world).run(lambda group: fn(group, group.rank, algorithm, steps, state))[0]
+
+    def corrected(state: dict[str, Any], steps: int) -> torch.Tensor:
+        assert all(float(s["step"]) == steps for s in state["state"].values())
+        # what torch.optim.AdamW makes of it
+        return torch.cat([s["exp_avg_sq"] for s in state["state"].values()]) / (1 - 0.999**steps)
+
+    two = run(2, 7, None)
+    if algorithm != "zero_one_adam":  # whose warm-up keeps v as it is, with its own count
+        torch.testing.assert_close(corrected(two, 7), torch.ones(47), rtol=1e-4, atol=0)
+    one = run(1, 20, two)
+    torch.testing.assert_close(corrected(one, 27), torch.ones(47), rtol=1e-4, atol=0)
+    again = run(2, 3, one)
+    for state in again["state"].values():
+        torch.testing.assert_close(
+            state["reciprocal_denominator"], torch.ones_like(state["exp_avg"]), rtol=1e-4, atol=0
+        )
+    torch.testing.assert_close(corrected(run(1, 1, again), 31), torch.ones(47), rtol=1e-4, atol=0)

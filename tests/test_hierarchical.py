@@ -4,11 +4,14 @@
 from __future__ import annotations
 
 import dataclasses
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+from harness import run_ranks
 from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_world, snapshot, sure, train
 
 from lightning_onebit.comm import CollectiveFailure, Topology, plan_buckets
@@ -237,3 +240,28 @@ def test_small_tensors_leave_ranks_without_blocks() -> None:
     sure(simulated)
     for result in run_world(train, 6, made, 3):
         close(result["x"][0], simulated.x[0], 0.01)
+
+
+# ----- a group that is not the whole world -----------------------------------------------------------------------------------------
+
+
+def part_of_the_world(rank: int, world: int, made: Problem) -> Any:
+    """Four of five ranks as two nodes of two; one of them has had a process group that the others have not."""
+    members = dist.new_group([0, 1, 2, 3], timeout=timedelta(seconds=15))
+    if rank == 1:
+        dist.new_group([1], use_local_synchronization=True)
+    if rank == 4:
+        return None
+    params = made.parameters()
+    optimizer = made.build(params, process_group=members, timeout=15.0)
+    optimizer.configure_communication(members, ranks_per_node=2)
+    for t in range(made.steps):
+        made.put(params, t, rank)
+        optimizer.step()
+    return [p.detach() for p in params], optimizer.ledger.last.bytes_intra
+
+
+def test_nodes_within_a_part_of_the_world_need_not_have_made_the_same_groups_before() -> None:
+    results = run_ranks(part_of_the_world, 5, problem("onebit_adam"), timeout=60)
+    for x, intra in results[:4]:
+        assert equal(x, results[0][0]) and intra > 0

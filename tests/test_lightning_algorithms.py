@@ -80,6 +80,10 @@ def test_every_algorithm_trains_replicas_that_everybody_sees_equal(
         assert (result["intra"] > 0) == (ranks_per_node is not None)
 
 
+def weights(module: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in module.net.named_parameters()}
+
+
 class Looker:
     """Evaluates, saves and averages weights in the middle of local steps, as callbacks do."""
 
@@ -87,6 +91,7 @@ class Looker:
         self.looks = looks
         self.seen_different: list[str] = []
         self.mid_local = 0
+        self.last: dict[str, Any] = {}
 
     def methods(self) -> dict[str, Any]:
         looker = self
@@ -101,13 +106,21 @@ class Looker:
                 look(module)
                 module.trainer.strategy.lightning_module_state_dict()
                 module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            if module.trainer.global_step == 10:
+                (optimizer,) = module.trainer.strategy.onebit_optimizers
+                looker.last["last mid_local"] = optimizer.mid_local
+                looker.last["shared"] = weights(module)
+                optimizer.show_local()
+                looker.last["own"] = weights(module)
+                optimizer.show_consensus()
 
         def on_validation_epoch_start(module: Any) -> None:
             if looker.looks and not module.trainer.sanity_checking:
                 look(module)
 
         def on_train_end(module: Any) -> None:
-            look(module)
+            looker.seen_different += same_on_all_ranks(dict(module.net.named_parameters()))
+            looker.last["at the end"] = weights(module)
 
         return {
             "on_train_batch_end": on_train_batch_end,
@@ -131,15 +144,13 @@ def looking_rank(rank: int, world: int, looks: bool, accumulate: int, average: b
         pl, strategy, max_steps=10, attributes=looker.methods(), callbacks=callbacks, limit_val_batches=1, **kwargs
     )
     (optimizer,) = strategy.onebit_optimizers
-    final = {name: p.detach().clone() for name, p in module.net.named_parameters()}
+    final = weights(module)
     owns = all(p.untyped_storage().nbytes() == p.numel() * p.element_size() for p in module.parameters() if p.numel())
-    optimizer.show_local()
-    own = {name: p.detach().clone() for name, p in module.net.named_parameters()}
     return {
         "different": looker.seen_different,
         "mid_local": looker.mid_local,
+        **looker.last,
         "final": final,
-        "own": own,
         "owns": owns,
         "steps": optimizer.steps,
         "silent": optimizer.ledger.total.collectives,
@@ -156,8 +167,14 @@ def test_training_goes_on_as_if_nobody_had_looked_between_local_steps(accumulate
         assert differing(a["final"], b["final"]) == []
         assert differing(a["own"], b["own"]) == []
         assert a["owns"] and a["steps"] == 10
+        # training ends with a synchronisation that takes what ranks have done alone into the model, before on_train_end
+        assert differing(a["final"], a["at the end"]) == []
+        moved = sum(float((a["final"][n] - a["shared"][n]).abs().sum()) for n in a["final"])
+        apart = sum(float((a["final"][n] - a["own"][n]).abs().sum()) for n in a["final"])
+        assert moved > 0 and apart < moved
     assert differing(looked[0]["final"], looked[1]["final"]) == []
     # step 10 is in the middle of a gap: each rank has weights of its own beside what is shown
+    assert looked[0]["last mid_local"]
     assert differing(looked[0]["own"], looked[1]["own"]) != []
 
 

@@ -100,7 +100,8 @@ def broken_worker(group: Any, rank: int, world: int, made: Problem) -> Any:
         optimizer.step()
         if t in bad:
             after = snapshot(optimizer, params)
-            before["books"].pop("skipped"), after["books"].pop("skipped")
+            for count in ("skipped", "skips_in_a_row"):
+                before["books"].pop(count), after["books"].pop(count)
             unchanged.append(equal(before, after))
     return unchanged, optimizer.steps, optimizer.skipped_steps
 
@@ -546,3 +547,126 @@ def stepwise_lrs(group: Any, rank: int, world: int, made: Problem) -> list[dict[
         )
         optimizer.show_local()
     return states
+
+
+def skipping_worker(group: Any, rank: int, world: int, algorithm: str) -> tuple[int, str]:
+    """Two skips, a checkpoint, and more skips in a run that goes on from it; how many it took then, and what was said."""
+
+    def made() -> Any:
+        params = [torch.nn.Parameter(torch.zeros(40))]
+        options = {**CROSSING[algorithm], "block_size": 32, "max_consecutive_skips": 4}
+        return params, CLASSES[algorithm](params, process_group=group, **options)  # type: ignore[arg-type]
+
+    params, optimizer = made()
+    for t in range(8):
+        params[0].grad = torch.full((40,), float("nan") if t > 5 and rank == 1 else 0.5)
+        optimizer.step()
+    state = optimizer.state_dict()
+    params, optimizer = made()
+    optimizer.load_state_dict(state)
+    for t in range(1, 5):
+        params[0].grad = torch.full((40,), float("nan"))
+        try:
+            optimizer.step()
+        except FloatingPointError as error:
+            return t, str(error)
+    return 0, ""
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_skips_in_a_row_are_counted_across_a_checkpoint(algorithm: str) -> None:
+    for more, said in run_world(skipping_worker, 2, algorithm):
+        assert more == 2 and "4 steps in a row were skipped" in said and "max_consecutive_skips=4" in said
+
+
+def thaw_worker(group: Any, rank: int, world: int, algorithm: str) -> dict[str, Any]:
+    """An optimizer before and after ``thaw()``, and after one more step, which is AdamW's or LAMB's own."""
+    params = [torch.nn.Parameter(torch.ones(5, 9)), torch.nn.Parameter(torch.ones(70))]
+    optimizer: Any = CLASSES[algorithm](params, process_group=group, lr=0.01, block_size=32)  # type: ignore[arg-type]
+    draws = torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draws)
+        optimizer.step()
+
+    for t in range(9):
+        step()
+        if t == 4:
+            optimizer.freeze()
+    before = snapshot(optimizer, params)
+    optimizer.thaw()
+    after = snapshot(optimizer, params)
+    phase, dense = optimizer.phase, optimizer.next_step_is_dense
+    step()
+    return {
+        "before": before,
+        "after": after,
+        "thawed": (phase.value, dense, optimizer.phase.value),
+        "record": optimizer.ledger.last,
+        "x": [p.detach().clone() for p in params],
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb"])
+def test_thaw_keeps_weights_momentum_and_variance_and_drops_residuals(algorithm: str) -> None:
+    results = run_world(thaw_worker, 2, algorithm)
+    for result in results:
+        before, after = result["before"], result["after"]
+        assert result["thawed"] == ("warmup", True, "warmup") and result["record"].dense
+        assert equal(before["x"], after["x"]) and before["residuals"] and not after["residuals"]
+        for i, state in after["state"].items():
+            for key in ("exp_avg", "exp_avg_sq", "step"):
+                assert equal(state[key], before["state"][i][key]), key
+            assert set(state) == {"exp_avg", "exp_avg_sq", "step"}
+        assert equal(result["x"], results[0]["x"])
+
+
+def finishing_worker(group: Any, rank: int, world: int) -> dict[str, Any]:
+    """0/1 Adam between synchronisations, brought together, and trained on."""
+    params = [torch.nn.Parameter(torch.ones(5, 9)), torch.nn.Parameter(torch.ones(70))]
+    options = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 8}
+    optimizer = ZeroOneAdam(params, process_group=group, lr=0.01, block_size=32, **options)
+    draws = torch.Generator().manual_seed(rank)
+
+    def step() -> None:
+        for p in params:
+            p.grad = torch.randn(p.shape, generator=draws) + 1.0
+        optimizer.step()
+
+    while optimizer.steps < 6 or not optimizer.mid_local:
+        step()
+    with optimizer.consensus():
+        shared = [p.detach().clone() for p in params]
+    own = [p.detach().clone() for p in params]
+    counted = (optimizer.steps, optimizer.ledger.steps, optimizer.ledger.total.bytes_sent)
+    optimizer.synchronise()
+    met = [p.detach().clone() for p in params]
+    after = (optimizer.steps, optimizer.ledger.steps, optimizer.ledger.total.bytes_sent)
+    still = optimizer.mid_local
+    optimizer.synchronise()  # nothing is owed any more
+    again = optimizer.ledger.total.bytes_sent
+    step()
+    finite = all(bool(torch.isfinite(p).all()) for p in params)
+    return {
+        "shared": shared,
+        "own": own,
+        "met": met,
+        "counts": (counted, after, again),
+        "mid_local": still,
+        "finite": finite,
+    }
+
+
+def test_synchronise_brings_the_replicas_of_zero_one_adam_together_with_their_progress() -> None:
+    first, second = run_world(finishing_worker, 2)
+    assert not equal(first["own"], second["own"]) and equal(first["shared"], second["shared"])
+    assert equal(first["met"], second["met"])
+    for result in (first, second):
+        assert not result["mid_local"] and result["finite"]
+        (steps, records, sent), (steps_after, records_after, sent_after), again = result["counts"]
+        assert (steps, records) == (steps_after, records_after) and sent < sent_after == again
+    # where all go the same way (the mean gradient is 1) the model has gone along: closer to the ranks' own than what they shared
+    mean = [(a + b) / 2 for a, b in zip(first["own"], second["own"], strict=True)]
+    for met, shared, goal in zip(first["met"], first["shared"], mean, strict=True):
+        assert (met - goal).norm() < 0.5 * (shared - goal).norm()

@@ -19,44 +19,10 @@ from lightning_onebit.callbacks._common import (
     optimizer_name,
 )
 from lightning_onebit.comm import ByteLedger, Topology, Transport
-from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, Phase
+from lightning_onebit.optim import OnebitAdam, OnebitLamb, Phase
 
 DEFAULT_LOSS_FACTOR = 1.5
 DEFAULT_RESIDUAL_LIMIT = 10.0
-
-
-def thaw(optimizer: OnebitOptimizer) -> None:
-    """Takes a frozen optimizer back into its warm-up: dense steps, and a variance that learns again.
-
-    Weights, momentum and step counts stay. The variance goes on from its frozen value (with the floor of the denominators,
-    which cold coordinates keep until they have learned better), rescaled so that its bias-corrected value does not jump.
-    Residuals are dropped: a dense step owes nothing. Takes memory for a copy of the optimizer's state while it works.
-
-    Args:
-        optimizer: ``OnebitAdam`` or ``OnebitLamb`` without a ``freeze_step`` of its own.
-
-    Raises:
-        TypeError: another kind of optimizer.
-        ValueError: the optimizer has a ``freeze_step`` (and would freeze again at once), or is not frozen.
-    """
-    if not isinstance(optimizer, (OnebitAdam, OnebitLamb)):
-        raise TypeError(f"thaw() knows OnebitAdam and OnebitLamb, got {type(optimizer).__name__}.")
-    if optimizer.freeze_step is not None or optimizer.phase is not Phase.COMPRESSED:
-        raise ValueError(
-            f"thaw() needs a frozen optimizer without a freeze_step, got phase {optimizer.phase.value!r} and freeze_step="
-            f"{optimizer.freeze_step}."
-        )
-    state = optimizer.state_dict()
-    books = state["onebit"]
-    frozen = {int(index): steps for index, steps in books.pop("variance_steps", {}).items()}
-    beta2 = {i: group["betas"][1] for group in state["param_groups"] for i in group["params"]}
-    for index, values in state["state"].items():
-        values.pop("reciprocal_denominator", None)
-        if optimizer.settings["bias_correction"] and index in frozen:
-            now, then = (1 - beta2[index] ** max(1, steps) for steps in (int(values["step"]), frozen[index]))
-            values["exp_avg_sq"].mul_(now / then)
-    books["phase"] = Phase.WARMUP.value
-    optimizer.load_state_dict(state)
 
 
 class DivergenceGuardMixin:
@@ -232,7 +198,7 @@ class DivergenceGuardMixin:
         for index, optimizer in enumerate(optimizers):
             if optimizer.phase is not Phase.COMPRESSED:
                 continue
-            thaw(optimizer)
+            optimizer.thaw()
             if not last:
                 memory = max(1, round(1 / (1 - max(group["betas"][1] for group in optimizer.param_groups))))
                 self._refreeze_at[index] = optimizer.steps + (self.dense_steps or memory)

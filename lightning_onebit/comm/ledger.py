@@ -120,6 +120,12 @@ class ByteLedger:
         self.last, self._open = record, StepRecord()
         return record
 
+    def settle(self) -> None:
+        """Adds what was sent outside of a step (0/1 Adam's synchronisation when training ends) to the totals; no step is counted."""
+        record, self._open = self._open, StepRecord()
+        for name in _SUMMED:
+            setattr(self.total, name, getattr(self.total, name) + getattr(record, name))
+
     def as_dict(self) -> dict[str, Any]:
         """Totals and step counts, for checkpoints and JSON."""
         counts = {"steps": self.steps, "dense_steps": self.dense_steps, "compressed_steps": self.compressed_steps}

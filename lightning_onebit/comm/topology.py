@@ -116,13 +116,26 @@ class Topology:
                 return group.subgroup(mine)
             members = dist.get_process_group_ranks(group)
             if size < dist.get_world_size():
+                # ranks outside of the group take no part
                 chosen = [members[r] for r in mine]
                 return dist.new_group(chosen, timeout=timeout, backend=backend, use_local_synchronization=True)
-            # Every rank makes every group: with local synchronisation torch names a group after the number of groups its
-            # process has, and ranks that have had different ones before would wait for each other for ever.
             made = [dist.new_group([members[r] for r in ranks], timeout=timeout, backend=backend) for ranks in family]
             return made[family.index(mine)]
 
+        if isinstance(group, dist.ProcessGroup) and size < dist.get_world_size():
+            _align_group_counts(group, timeout)
         intra = own_group([[node * ranks_per_node + k for k in range(ranks_per_node)] for node in range(nodes)])
         inter = own_group([[node * ranks_per_node + k for node in range(nodes)] for k in range(ranks_per_node)])
         return cls(group, rank, size, ranks_per_node, intra, inter)
+
+
+def _align_group_counts(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """Makes sure that all ranks of a group have made equally many groups before.
+
+    With local synchronisation torch names a group after that number: ranks with different ones would wait for each other in vain.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    counts: list[int] = [0] * dist.get_world_size(group)
+    dist.all_gather_object(counts, count, group=group)
+    for _ in range(max(counts) - count):
+        dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)

@@ -91,8 +91,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
     """
 
     algorithm: ClassVar[str]
+    #: whether ranks take steps of their own between synchronisations
+    local_steps: ClassVar[bool] = False
     # whether the state of torch.optim.Adam(W) is a valid start
     _reads_plain_adam: ClassVar[bool] = True
+    # whether it begins with a stage in which all steps are dense, to which it can go back
+    _has_dense_warm_up: ClassVar[bool] = False
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
 
@@ -204,6 +208,50 @@ class OnebitOptimizer(torch.optim.Optimizer):
             )
         self._freeze_now()
 
+    def thaw(self) -> None:
+        """Goes back into the warm-up: dense steps, in which the second moments learn again, until the next freeze.
+
+        Call it on all ranks, between ``step()`` and the next backward. Weights, step counts and the momentum (unpacked to fp32)
+        stay. The second moments go on from their frozen values, with the floor of the denominators in them, which coordinates that
+        have hardly seen a gradient keep until they have learned better; their bias-corrected values do not jump. Residuals are
+        dropped, for a dense step owes nothing, and start from zero at the next freeze.
+
+        Raises:
+            RuntimeError: not frozen, no dense warm-up to go back to (0/1 Adam, BinSGDM), a ``freeze_step`` was given (it would
+                freeze again at once), or an exchange is under way (``overlap="backward"``, after a backward).
+        """
+        name = type(self).__name__
+        if not self._has_dense_warm_up:
+            raise RuntimeError(
+                f"{name}.thaw(): {name} has no dense warm-up to go back to; use OnebitAdam or OnebitLamb where that is wanted"
+            )
+        if self.freeze_step is not None:
+            raise RuntimeError(
+                f"{name}.thaw(): freeze_step={self.freeze_step} would freeze it again at once; leave freeze_step out and call freeze()"
+            )
+        if self._phase is Phase.WARMUP:
+            raise RuntimeError(
+                f"{name}.thaw(): already in phase {self._phase.value!r}; only a frozen optimizer can be thawed"
+            )
+        if self._session is not None:
+            raise RuntimeError(f"{name}.thaw(): an exchange is under way; call it between step() and the next backward")
+        self._phase, self._decision = Phase.WARMUP, None
+        if self._plan is None:
+            return
+        self._hold_momentum_flat()
+        self._leave_compressed()
+        self._worker_residual = self._server_residual = None
+        self._remove_landing_hooks()
+        self._renew_reducer()
+
+    @property
+    def mid_local(self) -> bool:
+        """Whether replicas differ now because ranks have taken steps of their own (0/1 Adam)."""
+        return False
+
+    def synchronise(self) -> None:
+        """Brings replicas together that differ after steps of their own; see ``ZeroOneAdam.synchronise()``."""
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; ``compress=False`` in it keeps its parameters densely averaged for ever.
 
@@ -265,12 +313,15 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Gives hooks, buffers and groups back (they are not destroyed). State stays; the next step connects anew."""
         if self._reducer is not None:
             self._reducer.close()
-        for handle in self._landing_hooks:
-            handle.remove()
-        self._landing_hooks = []
+        self._remove_landing_hooks()
         self._session = None
         self._reducer = self._exchange = self._transport = self._topology = None
         self._present = self._verdict = None
+
+    def _remove_landing_hooks(self) -> None:
+        for handle in self._landing_hooks:
+            handle.remove()
+        self._landing_hooks = []
 
     def show_consensus(self) -> None:
         """Shows the model that all ranks share; replicas of this optimizer are always equal between steps."""
@@ -704,6 +755,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Freezes what the algorithm freezes; arenas change here."""
         raise AssertionError("abstract")
 
+    def _leave_compressed(self) -> None:
+        """Takes back what ``_enter_compressed`` froze; arenas change here."""
+        raise AssertionError("abstract")
+
     def _contribution(self, bucket: Bucket) -> Tensor | list[Tensor | None]:
         """What differs between ranks and enters the exchange: gradient spans, or an fp32 flat."""
         return self._bind_grads(bucket)
@@ -1033,7 +1088,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._transport.step = self._steps + 1
         self._exchange = Exchange(self._transport)
         if ranks.size > 1:
-            handshake(self._transport, self._description(), self._device, "training plan")
+            # on an account of its own: it belongs to no step, and a run that is resumed makes one more
+            lobby = Transport(ranks, ByteLedger(), self._timeout, self.algorithm)
+            lobby.step = self._transport.step
+            handshake(lobby, self._description(), self._device, "training plan")
 
     def _renew_reducer(self) -> None:
         if self._reducer is not None:
@@ -1191,6 +1249,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             "phase": self._phase.value,
             "steps": self._steps,
             "skipped": self._skipped,
+            "skips_in_a_row": self._skips_in_a_row,
             "ledger": self.ledger.as_dict(),
         }
 
@@ -1236,6 +1295,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         steps = [int(s["step"]) for s in saved.values()]
         self._steps = books["steps"] if books else max(steps, default=0)
         self._skipped = books["skipped"] if books else 0
+        self._skips_in_a_row = books.get("skips_in_a_row", 0) if books else 0
         if books:
             self.ledger.load_dict(books["ledger"])
         for i, state in saved.items():

@@ -197,6 +197,10 @@ class OnebitLamb(AdamMoments):
         average = self._scalars["coeff_average"]
         average[average == 0] = 1.0
 
+    def _leave_compressed(self) -> None:
+        super()._leave_compressed()
+        self._flat.pop("fresh", None)
+
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """A new buffer: the old momentum is still needed to recover the averaged gradient."""
         return self._payload(bucket, self._ranks().size).raw

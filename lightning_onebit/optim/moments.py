@@ -22,12 +22,15 @@ from lightning_onebit.optim.rules import (
 class AdamMoments(OnebitOptimizer):
     """Base of the optimizers whose second moments freeze; see ``OnebitAdam`` for the options."""
 
+    _has_dense_warm_up = True
+
     def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
         for name in ("freeze_step", "var_freeze_step"):
             check_integer(name, settings.get(name), least=1, optional=True)
         check_flag("bias_correction", settings["bias_correction"])
         check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
-        # by parameter index: number of updates the second moment has had when it froze (or was last refreshed)
+        # by parameter index: updates of a second moment that froze, or is refreshed now and then (0/1 Adam); without an entry
+        # it has been updated at every step of its parameter
         self._variance_steps: dict[int, int] = {}
         super().__init__(params, defaults, options, settings)
 
@@ -57,6 +60,12 @@ class AdamMoments(OnebitOptimizer):
             self._variance_steps.setdefault(i, self._t[i])
         self._invert(v, v)
         self._flat["r"] = v
+
+    def _leave_compressed(self) -> None:
+        r = self._flat.pop("r", None)
+        if r is not None:
+            self._flat["v"] = self._second_moments(r, r)
+        self._variance_steps = {}
 
     def _invert(self, v: Tensor, out: Tensor) -> None:
         """Reciprocal denominators of all compressed parameters (flats over all blocks; may be the same)."""
@@ -102,20 +111,37 @@ class AdamMoments(OnebitOptimizer):
             return
         # For others (plain AdamW, another world): the floored moments. A plain Adam that went on with v = 0 under a
         # momentum that holds compression noise would explode.
-        v = torch.zeros_like(r)
+        yield "exp_avg_sq", self._second_moments(r, torch.zeros_like(r))
+
+    def _second_moments(self, r: Tensor, out: Tensor) -> Tensor:
+        """Moments of frozen denominators (flats over all blocks; may be the same), as if updated at every step.
+
+        Whoever corrects their bias by the number of steps sees what had frozen.
+        """
         for slot, i in enumerate(self._slots):
-            part = self._part(r, slot)
             moments = second_moment_from_reciprocal(
-                part, eps=self._group(i)["eps"], correction=self._second_correction(i)
+                self._part(r, slot), eps=self._group(i)["eps"], correction=self._second_correction(i)
             )
-            self._part(v, slot).copy_(moments)
-        yield "exp_avg_sq", v
+            self._part(out, slot).copy_(moments.mul_(self._age(i)))
+        return out
+
+    def _age(self, index: int) -> float:
+        """What makes a second moment of few updates one of ``t`` updates with the same bias-corrected value."""
+        if not self.settings["bias_correction"]:
+            return 1.0
+        return (1.0 - self._group(index)["betas"][1] ** max(1, self._t[index])) / self._second_correction(index)
 
     def _books(self) -> dict[str, Any]:
         return {**super()._books(), "variance_steps": dict(self._variance_steps)}
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         self._variance_steps = {int(i): int(k) for i, k in books.get("variance_steps", {}).items()}
+        if not self.compresses:
+            # alone, v learns at every step from here on
+            for i in self._slots:
+                if phase is Phase.WARMUP and i in self._variance_steps:
+                    self._moment("v", i).mul_(self._age(i))
+            self._variance_steps = {}
         super()._load_phase(phase, books, saved)
         # exact, where v from the checkpoint is exact only to rounding
         self._load_arena("r", "reciprocal_denominator", saved)

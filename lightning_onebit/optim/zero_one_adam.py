@@ -37,7 +37,8 @@ class ZeroOneAdam(AdamMoments):
 
     Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
 
-    Between synchronisations replicas differ on purpose; ``consensus()`` shows the model that all ranks share. A group
+    Between synchronisations replicas differ on purpose; ``consensus()`` shows the model that all ranks share, and
+    ``synchronise()`` brings them together at once, which should end a training (the strategy does it). A group
     whose lr is 0 at a step and has been since the last synchronisation is left alone in it; when that holds for all
     groups, the step is a dense round that does not touch v.
     The small control round is made at every step, silent ones included, so that skipping and clipping stay in lockstep.
@@ -75,6 +76,9 @@ class ZeroOneAdam(AdamMoments):
     """
 
     algorithm = "zero_one_adam"
+    local_steps = True
+    # in it, refreshes are few and grow rarer
+    _has_dense_warm_up = False
 
     def __init__(
         self,
@@ -161,6 +165,24 @@ class ZeroOneAdam(AdamMoments):
             super()._momentum_energy(bucket)
             * self._per_block(bucket, lambda i: self._units[self._slot_of[i]]).double().square()
         )
+
+    @torch.no_grad()
+    def synchronise(self) -> None:
+        """Brings the replicas together now: the synchronisation that the schedule has for later, without a step.
+
+        What ranks have done alone since the last one enters the model that all share, as at any synchronisation. Does nothing
+        between other steps. A collective: call it on all ranks, for instance when training ends (the strategy does so before
+        ``on_train_end``). Residuals carry over; the ledger counts its bytes in the totals, and no step.
+        """
+        self._prepare()
+        self.show_local()
+        if not self.mid_local:
+            return
+        self._verdict = None
+        self._exchange_local()
+        self._publish([i for i in self._slots if self._active[i]])
+        self._record_round(synchronised=True)
+        self.ledger.settle()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -264,7 +286,7 @@ class ZeroOneAdam(AdamMoments):
             grad, m, v, x = self._grad(i).float(), self._moment("m", i), self._moment("v", i), self._weight(i)
             m.lerp_(grad, 1 - b1)
             v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
-            self._variance_steps[i] = self._variance_steps.get(i, 0) + 1
+            self._variance_steps[i] = self._variance_steps.get(i, self._t[i]) + 1
             self._invert_slot(self._slot_of[i], self._flat["v"], self._flat["r"])
             lr_t = group["lr"] / self._first_correction(i, ahead=1)
             x.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(m, self._moment("r", i), value=-lr_t)
@@ -272,8 +294,8 @@ class ZeroOneAdam(AdamMoments):
     def _refreshed(self, planned: list[int], step: int) -> None:
         """Keeps the number of updates of v, and the reciprocal denominators if the next steps need them."""
         if self._worker_residual is None:
-            for i in planned:
-                self._variance_steps[i] = self._variance_steps.get(i, 0) + 1
+            for i in planned:  # whose step has been counted
+                self._variance_steps[i] = self._variance_steps.get(i, self._t[i] - 1) + 1
         self.variance_policy.record(step)
         if self._worker_residual is None and not self.variance_policy.due(step + 1):
             self._prepare_one_bit()
@@ -375,16 +397,20 @@ class ZeroOneAdam(AdamMoments):
                 )
         dense = [i for i in self._dense if self._active[i]]
         if synchronise:
-            # whoever has travelled takes part, whether or not this last step had a gradient
-            for slot, i in enumerate(self._slots):
-                self._active[i] = self._travelled[slot] > 0
-            self._exchanging_local = True
-            try:
-                self._exchange_active()
-            finally:
-                self._exchanging_local = False
+            self._exchange_local()
         self._publish([i for i in self._slots if self._active[i] or i in stepped])
         super()._step_dense(dense)
+
+    def _exchange_local(self) -> None:
+        """Exchanges the updates of whoever has travelled, whether or not the last step had a gradient."""
+        self._active = [False] * len(self._params)
+        for slot, i in enumerate(self._slots):
+            self._active[i] = self._travelled[slot] > 0
+        self._exchanging_local = True
+        try:
+            self._exchange_active()
+        finally:
+            self._exchanging_local = False
 
     def _anchor_here(self) -> None:
         """Makes sure that ``u`` and the anchor exist, and that the anchor is the model of the last synchronisation."""
