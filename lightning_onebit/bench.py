@@ -1,32 +1,42 @@
 """Link benchmark: does compression pay on *your* network?
 
-    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:PORT -m lightning_onebit.bench
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:PORT --no-python lightning-onebit bench
 
 On the real process group, measures the dense all-reduce of gradients against the whole compressed exchange (compress, both rounds,
 apply) at several sizes, fits the time each takes per element, and says from which size on compression pays and which algorithm suits.
-Rank 0 reports; nothing is written unless ``--json`` says so.
+Rank 0 reports. ``-m lightning_onebit.bench`` in place of ``--no-python lightning-onebit bench`` does the same.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from lightning_onebit.optim import OnebitAdam
+from lightning_onebit._console import Outcome, Parser, add_json, execute
+from lightning_onebit.kernels import BACKENDS
+from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 DEFAULT_SIZES = (250_000, 1_000_000, 4_000_000, 16_000_000)
+
+#: options under which every step after the first is an exchange
+_EXCHANGES_SOON: dict[str, dict[str, Any]] = {
+    "onebit_adam": {"freeze_step": 1},
+    "onebit_lamb": {"freeze_step": 1},
+    "zero_one_adam": {"var_freeze_step": 1, "local_step_clipper": 1},
+    "binsgdm": {},
+}
 
 
 @dataclass(frozen=True)
@@ -63,6 +73,9 @@ def measure_link(
     repeats: int = 5,
     ranks_per_node: int = 1,
     timeout: float = 300.0,
+    algorithm: str = "onebit_adam",
+    bucket_mb: float = 16.0,
+    **options: Any,
 ) -> LinkMeasurement:
     """Measures one size. A collective: every rank of the group must call it alike.
 
@@ -73,9 +86,13 @@ def measure_link(
         repeats: measured repetitions; medians are reported.
         ranks_per_node: more than 1 measures the hierarchical exchange.
         timeout: seconds that a rank waits for the others.
+        algorithm: whose steps are measured (0/1 Adam: those that synchronise).
+        bucket_mb: MB of fp32 gradients per bucket, of the exchange and of the dense all-reduce.
+        **options: further options of the algorithm's optimizer (``kernels``, ``block_size``, ``residual_dtype``, ...).
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
+        ValueError: an unknown algorithm or option.
         CollectiveTimeout: a rank did not join in time.
     """
     if not dist.is_initialized():
@@ -83,42 +100,76 @@ def measure_link(
     device = torch.device(device)
     weight = torch.nn.Parameter(torch.zeros(elements, device=device))
     gradient = torch.randn(elements, generator=torch.Generator().manual_seed(dist.get_rank(group))).to(device)
-    optimizer = OnebitAdam([weight], lr=1e-6, freeze_step=1, force_compression=True, timeout=timeout)
+    known = find_algorithm(algorithm)
+    optimizer = known.optimizer(
+        [weight],
+        lr=1e-6,
+        force_compression=True,
+        bucket_mb=bucket_mb,
+        timeout=timeout,
+        **_EXCHANGES_SOON[known.name],
+        **options,
+    )  # type: ignore[call-arg]
     optimizer.configure_communication(group, ranks_per_node=ranks_per_node, timeout=timedelta(seconds=timeout))
-
-    def step() -> None:
-        weight.grad = gradient.clone()
-        _settle(device, group)
-
-    def timed(call) -> float:  # type: ignore[no-untyped-def]
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    for _ in range(3):  # the dense step, the first exchange, and one for the memory to be touched
-        step()
-        optimizer.step()
-    exchange, local = [], []
-    for _ in range(repeats):
-        step()
-        exchange.append(timed(optimizer.step))
-        assert optimizer.ledger.last is not None
-        local.append(optimizer.ledger.last.compression_seconds)
+    try:
+        exchange, local = _time_exchange(optimizer, weight, gradient, repeats, group)
+        dense = _time_all_reduce(gradient.clone(), int(bucket_mb * 2**20 / 4), repeats, group)
+    finally:
+        optimizer.release_communication()
     record = optimizer.ledger.last
     assert record is not None
-    flat = gradient.clone()
-    dense = []
-    for _ in range(repeats + 1):
-        _settle(device, group)
-        dense.append(timed(lambda: dist.all_reduce(flat, group=group)))
-    optimizer.release_communication()
-    medians = torch.tensor([statistics.median(dense[1:]), statistics.median(exchange), statistics.median(local)])
+    medians = torch.tensor([statistics.median(dense), statistics.median(exchange), statistics.median(local)])
     slowest = medians.to(device if dist.get_backend(group) == "nccl" else "cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     dense_s, exchange_s, local_s = slowest.tolist()
     return LinkMeasurement(elements, dense_s, exchange_s, local_s, record.dense_bytes, record.bytes_sent)
+
+
+def _time_exchange(
+    optimizer: OnebitOptimizer,
+    weight: torch.Tensor,
+    gradient: torch.Tensor,
+    repeats: int,
+    group: dist.ProcessGroup | None,
+) -> tuple[list[float], list[float]]:
+    """Seconds of whole compressed steps, and of their kernels."""
+    exchange, local = [], []
+    # the dense step, the first exchange, and one for the memory to be touched come before those that count
+    for turn in range(3 + repeats):
+        weight.grad = gradient.clone()
+        _settle(gradient.device, group)
+        seconds = _timed(optimizer.step, gradient.device)
+        record = optimizer.ledger.last
+        assert record is not None
+        if turn >= 3:
+            exchange.append(seconds)
+            local.append(record.compression_seconds)
+    return exchange, local
+
+
+def _time_all_reduce(
+    flat: torch.Tensor, bucket_elements: int, repeats: int, group: dist.ProcessGroup | None
+) -> list[float]:
+    """Seconds of dense averaging in buckets, all of them under way at once as in the warm-up."""
+    buckets = flat.split(max(1, bucket_elements))
+
+    def average() -> None:
+        for work in [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]:
+            work.wait()
+
+    seconds = []
+    for _ in range(repeats + 1):
+        _settle(flat.device, group)
+        seconds.append(_timed(average, flat.device))
+    return seconds[1:]
+
+
+def _timed(call: Callable[[], Any], device: torch.device) -> float:
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def _settle(device: torch.device, group: dist.ProcessGroup | None) -> None:
@@ -179,25 +230,27 @@ def table(measurements: Sequence[LinkMeasurement]) -> str:
     return "\n".join(lines)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lightning_onebit.bench",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of the command."""
     parser.add_argument("--sizes", type=int, nargs="+", default=list(DEFAULT_SIZES), help="elements")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where CUDA is available, else gloo")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="more than 1 measures the hierarchical exchange")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a rank waits for the others")
-    parser.add_argument("--json", type=Path, help="also write the numbers to this file")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="onebit_adam", help="whose steps to measure")
+    parser.add_argument("--kernels", choices=BACKENDS, default="auto")
+    parser.add_argument("--block-size", type=int, default=2048)
+    parser.add_argument("--bucket-mb", type=float, default=16.0)
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """The command, on every rank; rank 0 has something to say."""
     if min(options.sizes) < 1 or options.repeats < 1 or options.ranks_per_node < 1 or options.timeout <= 0:
-        parser.error("--sizes, --repeats, --ranks-per-node and --timeout must be positive")
+        raise ValueError("--sizes, --repeats, --ranks-per-node and --timeout must be positive")
     if "RANK" not in os.environ:
-        parser.error(
-            "no ranks found: launch on all machines with torchrun, e.g. `torchrun --nproc-per-node 2 -m lightning_onebit.bench`"
+        raise ValueError(
+            "no ranks found: launch on all machines with torchrun, e.g. "
+            "`torchrun --nproc-per-node 2 --no-python lightning-onebit bench`"
         )
     cuda = torch.cuda.is_available()
     backend = options.backend or ("nccl" if cuda else "gloo")
@@ -215,21 +268,40 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     repeats=options.repeats,
                     ranks_per_node=options.ranks_per_node,
                     timeout=options.timeout,
+                    algorithm=options.algorithm,
+                    kernels=options.kernels,
+                    block_size=options.block_size,
+                    bucket_mb=options.bucket_mb,
                 )
             )
             if dist.get_rank() == 0:
                 sys.stderr.write(f"measured {size:,} elements\n")
-        if dist.get_rank() == 0:
-            world = f"{dist.get_world_size()} ranks, {backend}, {device.type}, torch {torch.__version__}"
-            sys.stdout.write(f"{world}\n{table(results)}\n{advice(results)}\n")
-            if options.json:
-                rows = [{**asdict(r), "speedup": r.speedup} for r in results]
-                options.json.write_text(
-                    json.dumps({"setting": world, "sizes": rows, "advice": advice(results)}, indent=1)
-                )
+        if dist.get_rank() != 0:
+            return Outcome(0, "", {})
+        world = f"{dist.get_world_size()} ranks, {backend}, {device.type}, torch {torch.__version__}"
     finally:
         dist.destroy_process_group()
-    return 0
+    rows = [{**asdict(r), "speedup": r.speedup} for r in results]
+    facts = {
+        "setting": world,
+        "algorithm": options.algorithm,
+        "sizes": rows,
+        "break_even_elements": break_even(results),
+    }
+    said = advice(results)
+    return Outcome(0, f"{world}\n{table(results)}\n{said}", {**facts, "advice": said})
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m lightning_onebit.bench``; returns the exit status."""
+    parser = Parser(
+        prog="python -m lightning_onebit.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_arguments(parser)
+    add_json(parser)
+    return execute(parser, run, parser.parse_args(arguments))
 
 
 if __name__ == "__main__":

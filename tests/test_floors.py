@@ -25,7 +25,7 @@ OUTSIDE = {
 }
 # modules that adapt the optimizers to Lightning: they see the floors below, and nothing that people look at above them
 STRATEGY = {"strategy", "registry", "_trees", "lightning", "pytorch_lightning", "checkpoint", "convert"}
-ABOVE = {"callbacks", "metrics", "planner", "cli", "bench", "figures"}
+ABOVE = {"callbacks", "metrics", "planner", "cli", "bench", "figures", "doctor", "migration", "_console"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
 
 

@@ -1,19 +1,21 @@
 """Communication: buckets, the two-phase exchange, dense averaging and the byte ledger."""
 
 from lightning_onebit.comm.buckets import Bucket, Plan, Span, is_dense, memory_order, plan_buckets
-from lightning_onebit.comm.control import Control, PlanMismatch, control_round, handshake
+from lightning_onebit.comm.control import Control, PlanMismatch, control_payload_bytes, control_round, handshake
 from lightning_onebit.comm.exchange import Codec, Exchange, ExchangeSession, chunk_order, mean_in_order
 from lightning_onebit.comm.ledger import ByteLedger, StepRecord
 from lightning_onebit.comm.reducer import Reducer
 from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWorld
 from lightning_onebit.comm.topology import Topology, distributed_world
 from lightning_onebit.comm.transport import DEFAULT_TIMEOUT, CollectiveFailure, CollectiveTimeout, Pending, Transport
+from lightning_onebit.comm.volume import Collective, exchange_collectives, peer_bytes, ring_bytes
 
 __all__ = [
     "DEFAULT_TIMEOUT",
     "Bucket",
     "ByteLedger",
     "Codec",
+    "Collective",
     "CollectiveFailure",
     "CollectiveTimeout",
     "Control",
@@ -30,11 +32,15 @@ __all__ = [
     "Topology",
     "Transport",
     "chunk_order",
+    "control_payload_bytes",
     "control_round",
     "distributed_world",
+    "exchange_collectives",
     "handshake",
     "is_dense",
     "mean_in_order",
     "memory_order",
+    "peer_bytes",
     "plan_buckets",
+    "ring_bytes",
 ]

@@ -15,6 +15,11 @@ from lightning_onebit.comm.transport import Transport
 _HEADER = struct.Struct("<dI")
 
 
+def control_payload_bytes(parameters: int) -> int:
+    """Bytes that a rank puts into a control round: 12 and one bit per parameter."""
+    return _HEADER.size + -(-parameters // 8)
+
+
 @dataclass(frozen=True)
 class Control:
     """What all ranks know alike about a step's local gradients.
@@ -52,7 +57,7 @@ def control_round(
         present: per parameter, whether this rank has a gradient.
         device: device of the parameters (control tensors live there with NCCL).
     """
-    bits = bytearray(-(-len(present) // 8))
+    bits = bytearray(control_payload_bytes(len(present)) - _HEADER.size)
     for index, flag in enumerate(present):
         bits[index // 8] |= flag << (index % 8)
     payload = _HEADER.pack(sum_squares, non_finite) + bytes(bits)

@@ -16,6 +16,7 @@ from lightning_onebit.comm.ledger import ByteLedger
 from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWork
 from lightning_onebit.comm.staging import CudaStager, HostCopy, Stager
 from lightning_onebit.comm.topology import Group, Topology
+from lightning_onebit.comm.volume import peer_bytes, ring_bytes
 
 # torch 2.13 renamed all_gather_into_tensor; older releases do not know the new name
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -170,7 +171,7 @@ class Transport:
             link: ``"inter"`` or ``"intra"``, for the ledger.
         """
         ranks = inp.shape[0]
-        self.ledger.sent((ranks - 1) * inp[0].numel() * inp.element_size(), link=link)
+        self.ledger.sent(peer_bytes(ranks, inp[0].numel() * inp.element_size()), link=link)
         if group is None:
             out.copy_(inp)
             return Pending(None, what, self)
@@ -184,7 +185,7 @@ class Transport:
     def all_gather(self, out: Tensor, inp: Tensor, group: Group | None, *, what: str, link: str | None) -> Pending:
         """Every rank's ``inp`` arrives as one row of ``out`` on all ranks. Asynchronous. ``link=None`` counts as control."""
         ranks = out.shape[0]
-        nbytes = (ranks - 1) * inp.numel() * inp.element_size()
+        nbytes = peer_bytes(ranks, inp.numel() * inp.element_size())
         if link is None:
             self.ledger.controlled(nbytes)
         else:
@@ -201,7 +202,7 @@ class Transport:
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Pending:
         """Sums ``tensor`` over all ranks in place. Asynchronous. Counted as a ring: ``2 (n-1)/n`` of its bytes."""
-        self.ledger.sent(2 * (self.size - 1) * tensor.numel() * tensor.element_size() // self.size, link="inter")
+        self.ledger.sent(ring_bytes(self.size, tensor.numel() * tensor.element_size()), link="inter")
         group = self.topology.group
         if group is None:
             return Pending(None, what, self)

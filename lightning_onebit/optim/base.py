@@ -33,6 +33,7 @@ from lightning_onebit.comm import (
     is_dense,
     memory_order,
     plan_buckets,
+    ring_bytes,
 )
 from lightning_onebit.kernels import Packed, get_backend
 from lightning_onebit.kernels.transfer import upload
@@ -576,7 +577,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             phase=self._phase.value,
             dense=dense,
             skipped=skipped,
-            dense_bytes=2 * (ranks - 1) * wire // ranks,
+            dense_bytes=ring_bytes(ranks, wire),
         )
         if self._transport is not None:
             self._transport.step = self._steps + 1

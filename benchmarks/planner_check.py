@@ -1,0 +1,180 @@
+"""Holds the planner against published points and against our own runs over shaped networks, and prints the tables of docs/planner.md.
+
+    python benchmarks/planner_check.py            # the tables, as Markdown
+    python benchmarks/planner_check.py --plot     # also draws docs/planner.png
+
+Nothing here is fitted to a number that it is then compared with.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
+from lightning_onebit.planner import ADAMW_BYTES, Cluster, Job, fit_compute, plot, predict
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+
+#: 1-bit Adam paper: BERT-Large, V100s at 4 per node, effective 4.1 Gb/s, batch 16 per GPU; by GPUs: samples/s of Adam and compressed
+PUBLISHED = {8: (45, 245), 16: (90, 450), 32: (131, 870)}
+BATCH = 16
+#: Adam in fp16; DeepSpeed averages gradients after backward, so nothing of it is hidden
+BERT_LARGE = Job(params=336_000_000, compute=0.0, gradient_bytes=2, hidden=0.0)
+#: our runs that the docs quote
+SHAPED = ("slow_network.json", "slow_network_100.json")
+METHODS = {"ddp": ("dense_fp32", "step"), "ddp_fp16": ("dense_fp16", "step")}
+METHODS |= {"onebit": ("onebit_adam", "step"), "onebit_backward": ("onebit_adam", "backward")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison.
+
+    Attributes:
+        what: what was measured.
+        predicted: the planner's number.
+        measured: the published or measured one.
+        unit: of both.
+    """
+
+    what: str
+    predicted: float
+    measured: float
+    unit: str
+
+    @property
+    def error(self) -> float:
+        """``predicted / measured - 1``."""
+        return self.predicted / self.measured - 1
+
+
+def ethernet(gpus: int) -> Cluster:
+    """The published cluster."""
+    return Cluster(gpus=gpus, gpus_per_node=4, bandwidth=4.1e9)
+
+
+def published(fitted_on: str) -> tuple[float, list[Row]]:
+    """Samples per second of the points that ``compute`` was not fitted on.
+
+    Args:
+        fitted_on: ``"dense"``, the dense column, or ``"compressed"``, the compressed stage on 8 GPUs alone.
+
+    Returns:
+        The fitted seconds of computation, and the comparisons.
+    """
+    names = ("dense_fp16", "onebit_adam")
+    points = {(n, name): value for n, values in PUBLISHED.items() for name, value in zip(names, values, strict=True)}
+    known = [p for p in points if (p[1] == "dense_fp16" if fitted_on == "dense" else p == (8, "onebit_adam"))]
+    compute = fit_compute([(ethernet(n), BERT_LARGE, name, n * BATCH / points[n, name]) for n, name in known])
+    job = replace(BERT_LARGE, compute=compute)
+    rows = [
+        Row(
+            f"{n} GPUs, {'dense' if name == 'dense_fp16' else 'compressed stage'}",
+            n * BATCH / predict(ethernet(n), job, name).step_seconds,
+            value,
+            "samples/s",
+        )
+        for (n, name), value in points.items()
+        if (n, name) not in known
+    ]
+    return compute, rows
+
+
+def arithmetic() -> list[Row]:
+    """Published numbers that follow from schedules alone."""
+
+    def volume(share: float) -> float:
+        # against fp16, without scales, as the papers count
+        return 1 / (share + (1 - share) / 16)
+
+    counts = replay_schedule(
+        152_511, var_freeze_step=12_500, var_update_scaler=16, policy=IntervalPolicy(16, scaler=32_678)
+    )
+    share = 23_000 / 152_500
+    stage = max(compressed / dense for dense, compressed in PUBLISHED.values())
+    return [
+        Row("1-bit Adam, 15 % warm-up: volume against fp16", volume(0.15), 5.0, "x"),
+        Row("1-bit LAMB, 1,000 of 5,993 steps: volume against fp16", volume(1000 / 5993), 4.6, "x"),
+        Row("0/1 Adam, 152,511 steps: dense rounds", counts["dense"], 153, ""),
+        Row("0/1 Adam: one-bit rounds", counts["one_bit"], 74_200, ""),
+        Row("0/1 Adam: silent steps", counts["silent"], 78_158, ""),
+        Row("1-bit Adam end to end, from its stage on 32 GPUs", 1 / (share + (1 - share) / stage), 3.3, "x"),
+    ]
+
+
+def shaped(file: str) -> tuple[str, list[Row]]:
+    """Step times over one of our shaped networks.
+
+    ``compute`` is the measured step without communication, the bandwidth that of the bare all-reduce, the speed of memory that of fused
+    AdamW on the same kind of machine (``kernels_1thread.json``).
+    """
+    (result,) = json.loads((RESULTS / file).read_text())["results"]
+    kernels = json.loads((RESULTS / "kernels_1thread.json").read_text())["steps"]["one tensor"]
+    hosts, elements, steps = result["hosts"], result["elements"], result["step_seconds"]
+    bandwidth = 8 * 2 * (hosts - 1) / hosts * 4 * elements / result["all_reduce_seconds"]
+    memory = ADAMW_BYTES * kernels["elements"] / kernels["median_seconds"]["adamw_fused"]
+    cluster = Cluster(gpus=hosts, bandwidth=bandwidth, memory_bandwidth=memory)
+    job = Job(params=elements, compute=steps["none"], bucket_mb=result["setting"]["bucket_mb"])
+    rows = [
+        Row(
+            name,
+            1e3 * predict(cluster, replace(job, overlap=METHODS[name][1]), METHODS[name][0]).step_seconds,
+            1e3 * seconds,
+            "ms",
+        )
+        for name, seconds in steps.items()
+        if name in METHODS
+    ]
+    return f"{hosts} hosts, {result['megabits']:g} Mb/s shaped, {bandwidth / 1e6:.0f} Mb/s in the bare all-reduce", rows
+
+
+def markdown(rows: Sequence[Row], measured: str) -> str:
+    """A table of comparisons."""
+    lines = [f"| | predicted | {measured} | error |", "|---|---|---|---|"]
+    lines += [
+        f"| {row.what} | {_number(row.predicted)} {row.unit} | {_number(row.measured)} {row.unit} | {row.error:+.0%} |".replace(
+            "  |", " |"
+        )
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def sections() -> dict[str, str]:
+    """Every table of docs/planner.md by its caption."""
+    dense, dense_rows = published("dense")
+    stage, stage_rows = published("compressed")
+    found = {
+        f"Computation fitted on the dense column ({1e3 * dense:.0f} ms)": markdown(dense_rows, "published"),
+        f"Computation fitted on one compressed point, 8 GPUs ({1e3 * stage:.0f} ms)": markdown(stage_rows, "published"),
+        "Schedules": markdown(arithmetic(), "published"),
+    }
+    for file in SHAPED:
+        caption, rows = shaped(file)
+        found[caption] = markdown(rows, "measured")
+    return found
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plot", action="store_true", help="draw docs/planner.png")
+    options = parser.parse_args()
+    for caption, table in sections().items():
+        print(f"**{caption}**\n\n{table}\n")
+    if options.plot:
+        job = replace(BERT_LARGE, compute=published("compressed")[0], steps=152_500, warmup=23_000 / 152_500)
+        plot(ethernet(64), job, str(ROOT / "docs" / "planner.png"))
+
+
+if __name__ == "__main__":
+    main()

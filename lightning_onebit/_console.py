@@ -1,0 +1,74 @@
+"""What the command lines share: friendly errors, text or JSON, exit statuses."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+
+class Outcome(NamedTuple):
+    """What a command has found.
+
+    Attributes:
+        status: exit status, 0 or 1.
+        text: for people; empty where there is nothing to say (ranks other than 0).
+        facts: for JSON.
+    """
+
+    status: int
+    text: str
+    facts: dict[str, Any]
+
+
+class Parser(argparse.ArgumentParser):
+    """Says where help is when arguments make no sense."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exits with status 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists the options)\n")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Adds ``--json [FILE]``."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print JSON instead of text, or (with FILE) write it besides",
+    )
+
+
+def execute(
+    parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], Outcome], options: argparse.Namespace
+) -> int:
+    """Runs a command and reports; what is wrong with its arguments or missing becomes a message instead of a traceback."""
+    try:
+        outcome = run(options)
+        if outcome.text:
+            report(outcome, options.json)
+    except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
+        parser.error(str(error))
+    return outcome.status
+
+
+def report(outcome: Outcome, target: str | None) -> None:
+    """Writes an outcome as text, as JSON (target ``"-"``), or as text and as JSON into a file."""
+    encoded = json.dumps(_finite(outcome.facts), indent=1)
+    if target not in (None, "-"):
+        Path(str(target)).write_text(encoded + "\n")
+    sys.stdout.write((encoded if target == "-" else outcome.text) + "\n")
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity: null."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

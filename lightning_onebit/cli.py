@@ -1,0 +1,222 @@
+"""The console script ``lightning-onebit``: ``plan``, ``doctor`` and ``bench``."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lightning_onebit import __version__, bench, doctor
+from lightning_onebit._console import Outcome, Parser, add_json, execute
+from lightning_onebit.optim.binsgdm import SERVERS
+from lightning_onebit.planner import Cluster, Job, fit_compute, plan, plot
+from lightning_onebit.registry import ALGORITHMS, find_algorithm
+
+_COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
+_JOB_OPTIONS = (
+    *("params", "steps", "warmup", "gradient_bytes", "hidden", "overlap", "block_size", "bucket_mb"),
+    *("local_step_scaler", "local_step_clipper", "server"),
+)
+_RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def parse_count(text: str) -> int:
+    """``336M``, ``1.3B`` or ``25_481_472`` as an integer.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else.
+    """
+    found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kmgbt]?)", text.strip(), re.IGNORECASE)
+    if not found or (count := round(float(re.sub("[_,]", "", found[1])) * _COUNTS[found[2].lower()])) < 1:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no number of parameters; write for example 336M, 1.3B or 336000000"
+        )
+    return count
+
+
+def parse_rate(text: str) -> float:
+    """``4.1Gbps``, ``100 Mb/s`` or ``12GB/s`` (bytes) as bits per second.
+
+    Raises:
+        argparse.ArgumentTypeError: anything else; a number without a unit too, which could mean anything.
+    """
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(bps|bit/s|b/s|bit|B/s)", text.strip(), re.IGNORECASE)
+    rate = float(found[1]) * _RATES[found[2].lower()] if found else 0.0
+    if found is None or rate <= 0:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is no bandwidth; write a number and its unit, for example 4.1Gbps or 100Mb/s (12GB/s for bytes)"
+        )
+    return rate * 8 if found[3] in ("B/s", "Bps") else rate
+
+
+def _number(least: float, most: float = math.inf, *, above: bool = False) -> Callable[[str], float]:
+    wanted = f"{'above' if above else 'at least'} {least:g}" + (f" and at most {most:g}" if most < math.inf else "")
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and least <= value <= most and not (above and value == least)):
+            raise argparse.ArgumentTypeError(f"{text!r} must be a number {wanted}")
+        return value
+
+    return parse
+
+
+def _whole(least: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        try:
+            value = int(text.replace("_", ""))
+        except ValueError:
+            value = least - 1
+        if value < least:
+            raise argparse.ArgumentTypeError(f"{text!r} must be a whole number, at least {least}")
+        return value
+
+    return parse
+
+
+def _algorithms(text: str) -> list[str]:
+    try:
+        return list(ALGORITHMS) if text == "all" else [find_algorithm(name.strip()).name for name in text.split(",")]
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}; or 'all'") from error
+
+
+def _plan_arguments(parser: argparse.ArgumentParser) -> None:
+    model = parser.add_argument_group("model and schedule")
+    model.add_argument("--params", type=parse_count, required=True, help="number of parameters, e.g. 336M")
+    compute = model.add_mutually_exclusive_group(required=True)
+    compute.add_argument(
+        "--compute-ms", type=_number(0), help="milliseconds of a step on one GPU, without any communication"
+    )
+    compute.add_argument(
+        "--dense-ms", type=_number(0, above=True), help="instead: milliseconds of a step of `ddp` on this very cluster"
+    )
+    model.add_argument("--steps", type=_whole(1), default=Job.steps, help="optimizer steps of the run (%(default)s)")
+    model.add_argument(
+        "--warmup",
+        type=_number(0, 1),
+        default=Job.warmup,
+        help="share of dense steps (%(default)s); 0/1 Adam: until the freeze",
+    )
+    model.add_argument(
+        "--gradient-bytes",
+        type=int,
+        choices=(2, 4),
+        default=Job.gradient_bytes,
+        help="in the warm-up: 4, or 2 for 16-bit parameters",
+    )
+    model.add_argument(
+        "--hidden",
+        type=_number(0, 1),
+        default=Job.hidden,
+        help="share of compute behind which dense averaging hides (%(default)s)",
+    )
+    model.add_argument("--overlap", choices=("step", "backward"), default=Job.overlap, help="option of the optimizer")
+    model.add_argument("--block-size", type=_whole(32), default=Job.block_size, help="option of the optimizer")
+    model.add_argument(
+        "--bucket-mb", type=_number(0, above=True), default=Job.bucket_mb, help="option of the optimizer"
+    )
+    model.add_argument("--local-step-scaler", type=_whole(1), help="0/1 Adam's (default: a fifth of the steps)")
+    model.add_argument("--local-step-clipper", type=_whole(1), default=Job.local_step_clipper, help="0/1 Adam's")
+    model.add_argument("--server", choices=SERVERS, default=Job.server, help="BinSGDM's")
+    cluster = parser.add_argument_group("cluster")
+    cluster.add_argument("--gpus", type=_whole(1), required=True, help="number of ranks")
+    cluster.add_argument("--gpus-per-node", type=_whole(1), default=1, help="that share one network card (1)")
+    cluster.add_argument(
+        "--bandwidth", type=parse_rate, required=True, help="what a node's network card really carries, e.g. 4.1Gbps"
+    )
+    cluster.add_argument(
+        "--intra-bandwidth", type=parse_rate, default=Cluster.intra_bandwidth, help="within a node (100Gbps)"
+    )
+    cluster.add_argument(
+        "--latency-us",
+        type=_number(0),
+        default=1e6 * Cluster.latency,
+        help="microseconds of a message between nodes (50)",
+    )
+    cluster.add_argument(
+        "--memory-bandwidth",
+        type=parse_rate,
+        default=8 * Cluster.memory_bandwidth,
+        help="of a rank's memory, e.g. 500GB/s (the default)",
+    )
+    parser.add_argument(
+        "--algorithm",
+        type=_algorithms,
+        default="all",
+        help="'all' (default), or names separated by commas: " + ", ".join(ALGORITHMS),
+    )
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw speed-up over bandwidth and time over GPUs (needs matplotlib)"
+    )
+
+
+def _plan(options: argparse.Namespace) -> Outcome:
+    cluster = Cluster(
+        gpus=options.gpus,
+        gpus_per_node=options.gpus_per_node,
+        bandwidth=options.bandwidth,
+        intra_bandwidth=options.intra_bandwidth,
+        latency=options.latency_us / 1e6,
+        memory_bandwidth=options.memory_bandwidth / 8,
+    )
+    own = {name: getattr(options, name) for name in _JOB_OPTIONS}
+    job = Job(compute=(options.compute_ms or 0.0) / 1e3, **own)
+    notes = []
+    if options.dense_ms is not None:
+        compute = fit_compute([(cluster, job, "dense_fp32", options.dense_ms / 1e3)])
+        if compute == 0:
+            raise ValueError(
+                f"--dense-ms {options.dense_ms:g}: averaging alone should take longer than that at this --bandwidth; correct one of them"
+            )
+        job = Job(compute=compute, **own)
+        notes.append(f"computation of a step, from --dense-ms: {1e3 * compute:.3g} ms")
+    report = plan(cluster, job, options.algorithm)
+    if options.plot is not None:
+        plot(cluster, job, str(options.plot), options.algorithm)
+        notes.append(f"wrote {options.plot}")
+    return Outcome(0, "\n".join([report.table(), "", report.verdict, *notes]), report.as_dict())
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the console script."""
+    parser = Parser(
+        prog="lightning-onebit",
+        description="Plan, check and measure 1-bit compressed data-parallel training.",
+    )
+    parser.add_argument("--version", action="version", version=f"lightning-onebit {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,doctor,bench}")
+    described = {
+        "plan": ("what would compression gain on a cluster?", _plan_arguments, _plan),
+        "doctor": (
+            "what is installed, which kernels will run, do two processes train alike?",
+            doctor.add_arguments,
+            doctor.run,
+        ),
+        "bench": (
+            "does compression pay on this network? (start it with torchrun on all machines)",
+            bench.add_arguments,
+            bench.run,
+        ),
+    }
+    for name, (text, add_arguments, run) in described.items():
+        command = commands.add_parser(name, help=text, description=text)
+        add_arguments(command)
+        add_json(command)
+        command.set_defaults(run=run, parser=command)
+    return parser
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Command line; returns the exit status: 0, 1 if a check has failed, 2 for arguments that make no sense."""
+    options = build_parser().parse_args(arguments)
+    return execute(options.parser, options.run, options)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,229 @@
+"""The console script: quantities as people write them, friendly errors, JSON everywhere, a self-test that can fail."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_onebit as ob
+from lightning_onebit import bench, cli, doctor
+from lightning_onebit.kernels import KernelsUnavailable
+
+PLAN = [
+    "plan",
+    "--params",
+    "336M",
+    "--gpus",
+    "64",
+    "--gpus-per-node",
+    "4",
+    "--bandwidth",
+    "4.1Gbps",
+    "--compute-ms",
+    "250",
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("336M", 336_000_000),
+        ("1.3B", 1_300_000_000),
+        ("25_481_472", 25_481_472),
+        ("7k", 7000),
+        ("1,000", 1000),
+        ("2 g", 2 * 10**9),
+    ],
+)
+def test_counts_are_read_as_people_write_them(text: str, count: int) -> None:
+    assert cli.parse_count(text) == count
+
+
+@pytest.mark.parametrize(
+    ("text", "rate"),
+    [
+        ("4.1Gbps", 4.1e9),
+        ("100 Mb/s", 1e8),
+        ("12GB/s", 9.6e10),
+        ("1GBps", 8e9),
+        ("500Mbit/s", 5e8),
+        ("1tbps", 1e12),
+        ("9600bps", 9600),
+    ],
+)
+def test_rates_are_read_with_their_units(text: str, rate: float) -> None:
+    assert cli.parse_rate(text) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("text", ["4.1", "fast", "0Gbps", "-1Gbps", "4.1Gb", ""])
+def test_a_rate_without_a_clear_unit_is_refused(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match="number and its unit"):
+        cli.parse_rate(text)
+
+
+def test_plan_prints_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(PLAN) == 0
+    out = capsys.readouterr().out
+    assert "336 M parameters, 64 GPUs, 4 per node, 4.1 Gb/s per node" in out
+    assert "1-bit Adam, hierarchical" in out and "BinSGDM, flat" in out and "should make the run" in out
+
+
+def test_plan_reads_compute_from_a_measured_dense_step(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN[:-2], "--dense-ms", "6000", "--algorithm", "onebit_adam,birder", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    rows = {p["name"]: p for p in facts["predictions"]}
+    assert set(rows) == {"dense_fp32", "dense_fp16", "onebit_adam", "binsgdm"}
+    assert rows["dense_fp32"]["step_seconds"] == pytest.approx(6.0, rel=1e-3)
+
+
+def test_json_goes_into_a_file_besides_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, "--json", str(tmp_path / "plan.json")]) == 0
+    assert "should make the run" in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["helps"] is True
+
+
+def test_plan_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    target = tmp_path / "plan.png"
+    assert cli.main([*PLAN, "--algorithm", "onebit_adam", "--plot", str(target)]) == 0
+    assert target.read_bytes()[:4] == b"\x89PNG" and f"wrote {target}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"--bandwidth": "4.1"}, "write a number and its unit"),
+        ({"--params": "many"}, "write for example 336M"),
+        ({"--gpus": "0"}, "at least 1"),
+        ({"--gpus-per-node": "5"}, "gpus_per_node=5 does not divide gpus=64"),
+        ({"--compute-ms": "-3"}, "at least 0"),
+        ({"--warmup": "20"}, "at most 1"),
+        ({"--algorithm": "sgd"}, "choose one of 'onebit_adam'"),
+        ({"--block-size": "100"}, "multiple of 32"),
+        ({"--plot": "/no/such/folder/plan.png"}, "No such file"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_explained(
+    change: dict[str, str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = dict(zip(PLAN[1::2], PLAN[2::2], strict=True)) | change
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["plan", *(word for pair in arguments.items() for word in pair)])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and words in said and "--help" in said and "Traceback" not in said
+
+
+def test_a_dense_step_shorter_than_its_communication_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main([*PLAN[:-2], "--dense-ms", "10"])
+    assert "averaging alone should take longer" in capsys.readouterr().err
+
+
+def test_bench_without_ranks_says_how_to_launch(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for main, arguments in ((cli.main, ["bench"]), (bench.main, [])):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2 and "torchrun" in capsys.readouterr().err
+
+
+def test_bench_measures_on_real_ranks_and_reports_once(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lightning_onebit.cli",
+        "bench",
+    ]
+    command += ["--sizes", "1000", "40000", "--repeats", "2", "--backend", "gloo", "--kernels", "reference", "--json"]
+    root = str(Path(__file__).parents[1])
+    environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    facts = json.loads(done.stdout)  # one rank has spoken
+    assert [row["elements"] for row in facts["sizes"]] == [1000, 40000] and "2 ranks, gloo" in facts["setting"]
+    assert all(row["dense_bytes"] > row["exchange_bytes"] > 0 for row in facts["sizes"])
+
+
+# ----- doctor --------------------------------------------------------------------------------------------------------------
+
+
+def test_doctor_finds_this_installation_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["doctor", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["problems"] == []
+    assert facts["versions"]["lightning-onebit"] == ob.__version__ and facts["versions"]["torch"]
+    assert facts["namespaces"] == {"lightning.pytorch": [], "pytorch_lightning": []}
+    assert facts["kernels"]["cpu"]["backend"] in ("cpu", "reference") and facts["kernels"]["cuda"]["why"]
+    test = facts["self_tests"]["cpu"]
+    assert test["passed"] and test["backend"] == "gloo" and test["bytes_ratio"] > 10
+
+
+def test_doctor_says_why_slower_kernels_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(name: str, device: Any) -> None:
+        raise KernelsUnavailable("no C++ compiler")
+
+    monkeypatch.setattr(doctor, "get_backend", refuse)
+    assert cli.main(["doctor", "--no-test"]) == 0
+    assert "reference   plain torch, slower with the same bits: no C++ compiler" in capsys.readouterr().out
+
+
+def test_a_self_test_that_fails_is_a_problem_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    assert cli.main(["doctor", "--timeout", "60"]) == 1
+    out = capsys.readouterr().out
+    assert "FAILED" in out and "no-such-interface" in out and "Problems" in out
+
+
+def test_different_weights_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_differently(running: Any, deadline: float) -> None:
+        folder = Path(running[0].args[running[0].args.index("--worker") + 1])
+        for rank in range(2):
+            folder.joinpath(f"answer-{rank}").write_text(json.dumps({"weights": str(rank), "ratio": 1.0}))
+
+    monkeypatch.setattr(doctor, "_watch", answer_differently)
+    found = doctor.self_test(timeout=100)
+    assert not found["passed"] and "different weights" in found["error"]
+
+
+def test_a_self_test_that_hangs_ends() -> None:
+    found = doctor.self_test(timeout=0.05)
+    assert not found["passed"] and "timed out" in found["error"]
+
+
+def test_a_registry_that_lacks_a_name_is_a_problem() -> None:
+    facts = {
+        "namespaces": {"lightning.pytorch": ["onebit_adam"]},
+        "devices": ["a GPU"],
+        "kernels": {"cuda": {"backend": "reference"}},
+        "self_tests": {},
+    }
+    found = doctor._problems(facts)
+    assert any("does not know onebit_adam" in p for p in found) and any(
+        "CUDA kernels cannot be used" in p for p in found
+    )
+
+
+def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    out = capsys.readouterr().out
+    assert ended.value.code == 0
+    for command in ("plan", "doctor", "bench"):
+        assert command in out

@@ -1,0 +1,332 @@
+"""The planner: its bytes are the ledger's, its seconds the stated model's, its errors those that the docs print."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from optim_support import CLASSES
+
+from lightning_onebit.comm import Collective, SimulatedGroup, SimulatedWorld, exchange_collectives, ring_bytes
+from lightning_onebit.planner import (
+    ADAMW_BYTES,
+    DENSE,
+    Cluster,
+    Job,
+    break_even_bandwidth,
+    exchange_of,
+    fit_compute,
+    plan,
+    plot,
+    predict,
+)
+from lightning_onebit.registry import ALGORITHMS
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+
+import planner_check  # lives in benchmarks/
+
+ROOT = Path(__file__).parents[1]
+NETWORK = Cluster(gpus=64, gpus_per_node=4, bandwidth=4.1e9)
+BERT = Job(params=336_000_000, compute=0.25)
+#: neither latency nor kernels: what remains are bytes over bandwidth
+IDEAL = {
+    "latency": 0.0,
+    "intra_latency": 0.0,
+    "message_overhead": 0.0,
+    "memory_bandwidth": 1e30,
+    "intra_bandwidth": 1e30,
+}
+
+# ----- bytes: one source ---------------------------------------------------------------------------------------------------
+
+SHAPES = ((5, 33), (7,), (0,), (1,), (3, 165))
+SOON: dict[str, dict[str, Any]] = {
+    "onebit_adam": {"freeze_step": 1},
+    "onebit_lamb": {"freeze_step": 1},
+    "zero_one_adam": {"var_freeze_step": 1, "local_step_clipper": 1},
+    "binsgdm": {},
+}
+
+
+def _last_step(group: SimulatedGroup, algorithm: str, ranks_per_node: int, options: dict[str, Any]) -> Any:
+    parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
+    optimizer = CLASSES[algorithm](
+        parameters, block_size=32, bucket_mb=0.001, kernels="reference", **SOON[algorithm], **options
+    )
+    optimizer.configure_communication(group, ranks_per_node=ranks_per_node)  # type: ignore[arg-type]
+    for _ in range(3):  # BinSGDM merges its bitmaps at t = 1, 2 and 4
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert optimizer.ledger.last is not None and not optimizer.ledger.last.dense
+    return optimizer.ledger.last
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options"),
+    [*((name, {}) for name in CLASSES), ("binsgdm", {"server": "mean"})],
+    ids=[*CLASSES, "binsgdm-mean"],
+)
+@pytest.mark.parametrize(("ranks", "ranks_per_node"), [(3, 1), (4, 2)])
+def test_predicted_bytes_and_collectives_are_those_of_a_real_step(
+    algorithm: str, options: dict[str, Any], ranks: int, ranks_per_node: int
+) -> None:
+    world = SimulatedWorld(ranks, timeout=60)
+    record = world.run(_last_step, algorithm, ranks_per_node, options)[0]
+    cluster = Cluster(gpus=ranks, gpus_per_node=ranks_per_node, bandwidth=1e9)
+    job = Job(params=[math.prod(s) for s in SHAPES], compute=1.0, block_size=32, bucket_mb=0.001, **options)
+    expected = exchange_of(cluster, job, algorithm, hierarchical=ranks_per_node > 1)
+    assert sum(c.sent for c in expected if c.link == "inter") == record.bytes_inter > 0
+    assert sum(c.sent for c in expected if c.link == "intra") == record.bytes_intra
+    assert len(expected) == record.collectives
+    assert record.dense_bytes == ring_bytes(ranks, 4 * job.elements)
+
+
+def test_bitmaps_of_a_hierarchical_exchange_skip_the_node_average() -> None:
+    kinds = [c.kind for c in exchange_collectives([8], 32, 4, 2, has_scales=False, node_average=False)]
+    assert kinds == ["all_to_all", "all_gather", "all_gather"]
+
+
+@pytest.mark.parametrize(("gpus", "per_node", "flat"), [(64, 8, 1.0), (64, 8, None)])
+def test_bytes_through_a_network_card_follow_the_formulas(gpus: int, per_node: int, flat: float | None) -> None:
+    """Dense ring 7.9 N, flat about N (direct pairs out, a ring back), hierarchical 2 (L-1)/L N/8: without scales, 8 nodes of 8."""
+    cluster, job = Cluster(gpus=gpus, gpus_per_node=per_node, bandwidth=1e9), Job(params=2**26, compute=0.1)
+    layout = "flat" if flat else "hierarchical"
+    found = predict(cluster, job, "onebit_adam", layout).node_bytes / 2**26
+    expected = (8 * 56 / 64 + 63 / 64) if flat else 2 * 7 / 8
+    assert found == pytest.approx(expected * (1 / 8 + 4 / 2048), rel=1e-6)
+    dense = predict(cluster, job, "dense_fp32").node_bytes / 2**26
+    assert dense == pytest.approx(2 * 63 / 64 * 4, rel=1e-6)
+
+
+# ----- seconds -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_ideal_network_takes_bytes_over_bandwidth() -> None:
+    cluster, job = Cluster(gpus=2, bandwidth=1e9, **IDEAL), Job(params=2**24, compute=0.1, hidden=0.0)
+    assert predict(cluster, job, "dense_fp32").step_seconds == pytest.approx(0.1 + 8 * 4 * 2**24 / 1e9)
+    assert predict(cluster, job, "dense_fp16").step_seconds == pytest.approx(0.1 + 8 * 2 * 2**24 / 1e9)
+    bits = 8 * 2**24 * (1 / 8 + 4 / 2048)
+    control = 13 * 8 / 1e9
+    assert predict(cluster, job, "onebit_adam").step_seconds == pytest.approx(0.1 + bits / 1e9 + control)
+
+
+def test_latency_is_paid_for_every_round_and_messages_keep_the_card_busy() -> None:
+    cluster = Cluster(gpus=8, bandwidth=1e30, **{**IDEAL, "latency": 1e-3, "message_overhead": 1e-5})
+    assert cluster.collective(Collective("all_to_all", "inter", 8, 100)) == pytest.approx(1e-3 + 7e-5)
+    assert cluster.collective(Collective("all_gather", "inter", 8, 100)) == pytest.approx(7 * (1e-3 + 1e-5))
+    assert cluster.all_reduce(1000) == pytest.approx(6 * (1e-3 + 1e-5))  # the tree: 2 log2(8) rounds, not 2 * 7
+    assert cluster.collective(Collective("all_gather", "intra", 1, 100)) == 0.0
+
+
+def test_ranks_of_a_node_share_its_card() -> None:
+    cluster = Cluster(gpus=16, gpus_per_node=4, bandwidth=1e9, **IDEAL)
+    row = 1000
+    flat = cluster.collective(Collective("all_to_all", "inter", 16, row))
+    assert flat == pytest.approx(8 * 4 * 12 * row / 1e9), "pairs of one node do not use the card"
+    assert cluster.collective(Collective("all_gather", "inter", 16, row)) == pytest.approx(8 * 15 * row / 1e9)
+    between = cluster.collective(Collective("all_to_all", "inter", 4, row))
+    assert between == pytest.approx(8 * 4 * 3 * row / 1e9), "the four groups of a hierarchical exchange run at once"
+
+
+def test_dense_averaging_hides_behind_backward_and_so_does_an_overlapped_exchange() -> None:
+    slow, fast = (Cluster(gpus=2, bandwidth=b, **IDEAL) for b in (1e9, 1e12))
+    job = Job(params=2**24, compute=0.2, hidden=0.5)
+    assert predict(fast, job, "dense_fp32").step_seconds == 0.2
+    wire = 8 * 4 * 2**24 / 1e9
+    assert predict(slow, job, "dense_fp32").step_seconds == pytest.approx(0.1 + wire)
+    early = predict(slow, replace(job, overlap="backward"), "onebit_adam")
+    assert early.step_seconds == pytest.approx(0.2, rel=1e-5)
+    assert predict(slow, job, "onebit_adam").step_seconds > 0.21
+
+
+def test_the_warm_up_and_silent_steps_are_counted() -> None:
+    report = plan(NETWORK, replace(BERT, warmup=0.25, steps=1000))
+    for p in report.predictions:
+        if p.name in ("onebit_adam", "onebit_lamb"):
+            assert p.dense_share == 0.25
+            assert p.mean_seconds == pytest.approx(0.25 * p.dense_seconds + 0.75 * p.step_seconds)
+        if p.name == "binsgdm":
+            assert p.dense_share == 0.0 and p.mean_seconds == p.step_seconds
+    # 0/1 Adam with the constants of its paper: 153 dense rounds, 74,199 one-bit rounds, 78,159 silent steps
+    job = replace(BERT, steps=152_511, warmup=12_500 / 152_511, local_step_scaler=32_678)
+    found = predict(NETWORK, job, "zero_one_adam")
+    assert found.dense_share == pytest.approx(153 / 152_511)
+    every = replace(job, local_step_clipper=1)
+    spoken = found.node_bytes / predict(NETWORK, every, "zero_one_adam").node_bytes
+    assert spoken == pytest.approx(74_199 / (152_511 - 153))
+    assert found.step_seconds < predict(NETWORK, every, "zero_one_adam").step_seconds
+
+
+def test_a_run_that_is_all_warm_up_is_a_dense_run() -> None:
+    report = plan(NETWORK, replace(BERT, warmup=1.0), ["onebit_adam"])
+    dense, found = report.predictions[0], report.predictions[-1]
+    assert found.mean_seconds == pytest.approx(dense.mean_seconds) and found.speedup_fp32 == pytest.approx(1.0)
+
+
+def test_fitting_compute_recovers_what_the_model_was_given() -> None:
+    measured = [
+        (NETWORK, BERT, "dense_fp32", predict(NETWORK, BERT, "dense_fp32").step_seconds),
+        (NETWORK, BERT, "onebit_adam", predict(NETWORK, BERT, "onebit_adam").step_seconds),
+    ]
+    assert fit_compute(measured) == pytest.approx(BERT.compute, rel=1e-4)
+    assert fit_compute([(NETWORK, BERT, "dense_fp32", 1e-3)]) == pytest.approx(0.0, abs=1e-6)
+    with pytest.raises(ValueError, match="measured is empty"):
+        fit_compute([])
+    with pytest.raises(ValueError, match="seconds=0"):
+        fit_compute([(NETWORK, BERT, "dense_fp32", 0)])
+
+
+# ----- what it says --------------------------------------------------------------------------------------------------------
+
+
+def test_a_slow_network_is_said_to_be_helped_and_by_how_much() -> None:
+    report = plan(NETWORK, BERT, ["onebit_adam"])
+    assert report.helps and report.best.layout == "hierarchical"
+    assert "At 4.1 Gb/s per node 1-bit Adam, hierarchical should make the run" in report.verdict
+    even = break_even_bandwidth(NETWORK, BERT, "onebit_adam", "hierarchical")
+    assert even is not None
+    assert f"it pays below about {even / 1e9:.3g} Gb/s" in report.verdict
+    for factor, helps in ((0.98, True), (1.02, False)):
+        there = plan(replace(NETWORK, bandwidth=even * factor), BERT, ["onebit_adam"])
+        assert (there.speedup > 1) is helps
+
+
+@pytest.mark.parametrize(
+    ("cluster", "job", "reason"),
+    [
+        ({"gpus": 1, "gpus_per_node": 1}, {}, "there is one GPU"),
+        ({"bandwidth": 4e11}, {"compute": 2.0}, "hides behind backward"),
+        ({}, {"warmup": 0.97}, "the dense warm-up of 97% takes the gain back"),
+        (
+            {"gpus": 4, "gpus_per_node": 1, "bandwidth": 2e10, "latency": 5e-3},
+            {"params": 300_000, "compute": 1e-3, "warmup": 0.0},
+            "the exchange itself takes too long",
+        ),
+    ],
+    ids=["one GPU", "hidden", "warm-up", "latency"],
+)
+def test_where_it_cannot_help_the_sentence_says_why(cluster: dict[str, Any], job: dict[str, Any], reason: str) -> None:
+    report = plan(replace(NETWORK, **cluster), replace(BERT, **job), ["onebit_adam"])
+    assert not report.helps
+    assert "it will not help because" in report.verdict.lower() and reason in report.verdict
+
+
+def test_one_process_costs_what_it_computes() -> None:
+    report = plan(Cluster(gpus=1, bandwidth=1e9), BERT)
+    assert {p.mean_seconds for p in report.predictions} == {BERT.compute}
+    assert {p.node_bytes for p in report.predictions} == {0.0}
+
+
+def test_every_algorithm_and_layout_has_a_row_and_json_holds_them_all() -> None:
+    report = plan(NETWORK, BERT)
+    rows = {(p.name, p.layout) for p in report.predictions}
+    assert rows == {(name, "flat") for name in DENSE} | {
+        (name, layout) for name in ALGORITHMS for layout in ("flat", "hierarchical")
+    }
+    for p in report.predictions:
+        assert p.title in report.table()
+    facts = json.loads(json.dumps(report.as_dict()))
+    assert len(facts["predictions"]) == 10 and facts["helps"] is True and facts["break_even_bandwidth"] > 4.1e9
+    flat_only = plan(replace(NETWORK, gpus_per_node=1), BERT, "birder")
+    assert [p.name for p in flat_only.predictions] == [*DENSE, "binsgdm"]
+
+
+def test_a_plot_reaches_4096_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    plot(NETWORK, BERT, str(tmp_path / "plan.png"), ["onebit_adam"])
+    bandwidth, world = drawn[0].axes
+    assert max(world.lines[0].get_xdata()) == 4096
+    assert [line.get_label() for line in world.lines] == ["dense fp32", "dense fp16", "1-bit Adam"]
+    speedups = bandwidth.lines[2].get_ydata()
+    assert speedups[0] > 3 and speedups[0] > speedups[-1], "the slower the network, the more is gained"
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "error", "words"),
+    [
+        (
+            Cluster,
+            {"gpus": 6, "gpus_per_node": 4, "bandwidth": 1e9},
+            ValueError,
+            "gpus_per_node=4 does not divide gpus=6",
+        ),
+        (Cluster, {"gpus": 2, "bandwidth": 0}, ValueError, "bandwidth=0"),
+        (Cluster, {"gpus": 2, "bandwidth": "4"}, TypeError, "bandwidth='4'"),
+        (Cluster, {"gpus": 0, "bandwidth": 1e9}, ValueError, "gpus=0"),
+        (Cluster, {"gpus": 2, "bandwidth": 1e9, "latency": -1}, ValueError, "latency=-1"),
+        (Job, {"params": 0, "compute": 1}, ValueError, "params"),
+        (Job, {"params": 10.5, "compute": 1}, TypeError, "params"),
+        (Job, {"params": 10, "compute": -1}, ValueError, "compute=-1"),
+        (Job, {"params": 10, "compute": 1, "warmup": 1.5}, ValueError, "warmup=1.5"),
+        (Job, {"params": 10, "compute": 1, "gradient_bytes": 8}, ValueError, "gradient_bytes=8"),
+        (Job, {"params": 10, "compute": 1, "block_size": 33}, ValueError, "block_size=33"),
+        (Job, {"params": 10, "compute": 1, "overlap": "never"}, ValueError, "overlap='never'"),
+        (Job, {"params": 10, "compute": 1, "server": "none"}, ValueError, "server='none'"),
+    ],
+)
+def test_every_bad_number_is_refused_by_name(make: Any, options: dict[str, Any], error: type, words: str) -> None:
+    with pytest.raises(error, match=re.escape(words)):
+        make(**options)
+
+
+def test_unknown_methods_and_no_methods_are_refused() -> None:
+    with pytest.raises(ValueError, match="'sgd' is unknown"):
+        plan(NETWORK, BERT, ["sgd"])
+    with pytest.raises(ValueError, match="algorithms is empty"):
+        plan(NETWORK, BERT, [])
+    with pytest.raises(ValueError, match="layout='tree'"):
+        predict(NETWORK, BERT, "onebit_adam", "tree")
+
+
+# ----- validation ------------------------------------------------------------------------------------------------------------
+
+
+def test_our_shaped_networks_are_predicted_within_15_per_cent() -> None:
+    for file in planner_check.SHAPED:
+        _, rows = planner_check.shaped(file)
+        assert {"ddp", "onebit"} <= {row.what for row in rows}
+        for row in rows:
+            assert abs(row.error) < 0.15, (file, row)
+
+
+def test_schedules_agree_with_the_published_numbers() -> None:
+    for row in planner_check.arithmetic():
+        assert abs(row.error) < 0.1, row
+
+
+def test_published_points_are_missed_by_no_more_than_the_docs_say() -> None:
+    """The dense column alone does not settle the computation: docs/planner.md says so, with these errors."""
+    compute, rows = planner_check.published("dense")
+    assert 0.3 < compute < 1.0 and len(rows) == 3
+    assert all(-0.5 < row.error < 0 for row in rows), "the model is pessimistic there, not optimistic"
+    _, rows = planner_check.published("compressed")
+    assert len(rows) == 5 and sorted(abs(row.error) for row in rows)[2] < 0.15
+
+
+def test_the_docs_print_the_tables_that_the_code_makes() -> None:
+    text = (ROOT / "docs" / "planner.md").read_text()
+    for caption, table in planner_check.sections().items():
+        assert caption in text and table in text, (
+            f"run benchmarks/planner_check.py and put '{caption}' into docs/planner.md"
+        )
+
+
+def test_memory_per_step_is_more_than_adamw_moves() -> None:
+    """A compressed step never costs less than nothing: its extra bytes over AdamW are not negative for any algorithm."""
+    still = Cluster(gpus=2, bandwidth=1e30, **{**IDEAL, "memory_bandwidth": ADAMW_BYTES * 1e9})
+    job = Job(params=10**6, compute=0.1, warmup=0.0)
+    for name in ALGORITHMS:
+        assert predict(still, job, name).step_seconds > 0.1
