@@ -1,7 +1,7 @@
 """Holds the planner against published points and against our own runs over shaped networks, and prints the tables of docs/planner.md.
 
     python benchmarks/planner_check.py            # the tables, as Markdown
-    python benchmarks/planner_check.py --plot     # also draws docs/planner.png
+    python benchmarks/planner_check.py --plot     # also draws docs/images/planner.png
 
 Nothing here is fitted to a number that it is then compared with.
 """
@@ -167,13 +167,13 @@ def sections() -> dict[str, str]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plot", action="store_true", help="draw docs/planner.png")
+    parser.add_argument("--plot", action="store_true", help="draw docs/images/planner.png")
     options = parser.parse_args()
     for caption, table in sections().items():
         print(f"**{caption}**\n\n{table}\n")
     if options.plot:
         job = replace(BERT_LARGE, compute=published("compressed")[0], steps=152_500, warmup=23_000 / 152_500)
-        plot(ethernet(64), job, str(ROOT / "docs" / "planner.png"))
+        plot(ethernet(64), job, str(ROOT / "docs" / "images" / "planner.png"))
 
 
 if __name__ == "__main__":
