@@ -43,6 +43,7 @@ from lightning_onebit.comm import (
     handshake,
 )
 from lightning_onebit.optim import OnebitOptimizer, Phase
+from lightning_onebit.optim.base import TRAINABLE_DTYPES
 from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers
 from lightning_onebit.optim.options import check_integer
 from lightning_onebit.registry import Algorithm, check_options, find_algorithm, registered_strategies
@@ -346,9 +347,19 @@ class OnebitMixin(_Base):
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Calls ``configure_optimizers``, converts what can be converted, and gives every compressed optimizer its process group."""
-        super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        self.optimizers = [self._adopt(_unwrap(optimizer)) for optimizer in self.optimizers]
+        try:
+            super().setup_optimizers(trainer)
+            self.optimizers = [self._adopt(_unwrap(optimizer)) for optimizer in self.optimizers]
+        except TypeError as error:
+            named = _named_dtypes(self.lightning_module) if "has dtype" in str(error) else ""
+            if not named:
+                raise
+            raise self._misconfiguration(
+                f"compressed optimizers train float32, bfloat16 and float16, but {named}: make it float32 (`module.float()`), hold the "
+                "real and imaginary parts of a complex one in two parameters, or give it to an optimizer of its own that is trained with "
+                '`other_optimizers="dense"`.'
+            ) from error
         if self._options and not self.onebit_optimizers:
             raise self._misconfiguration(
                 f"{_listed(self._options)} of {self.algorithm!r} cannot take effect: no optimizer is compressed. Return "
@@ -999,14 +1010,39 @@ def _ignored(module: torch.nn.Module) -> set[str]:
 
 
 def _check_module(module: torch.nn.Module, error: type[Exception]) -> None:
+    """Refuses by name what no replica of the strategy could train."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if is_lazy(tensor):
             raise error(
                 f"{name} is not initialised (a lazy module): run a forward pass before `fit`, so that its shape is known."
             )
+        if any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__):
+            raise error(
+                f"{name} is a DTensor (FSDP2, tensor or model parallel), but every rank must hold all of the model: leave it whole, "
+                "or use Lightning's ModelParallelStrategy, uncompressed."
+            )
     for name, part in module.named_modules():
+        kind = type(part).__name__
         if isinstance(part, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and part.sparse:
             raise error(f"{name} makes sparse gradients, which are not supported: set sparse=False.")
+        if kind == "FullyShardedDataParallel":
+            raise error(
+                f"{name} is wrapped in {kind}, but every rank must hold all of the model: take the wrapper off, or use Lightning's "
+                "FSDPStrategy, uncompressed."
+            )
+        if isinstance(part, (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)):
+            raise error(
+                f"{name} is wrapped in {kind}, which would average gradients before they are compressed: do not wrap it, the strategy "
+                "does all the averaging."
+            )
+
+
+def _named_dtypes(module: torch.nn.Module) -> str:
+    """Names the first parameter that no compressed optimizer trains."""
+    for name, p in module.named_parameters():
+        if p.requires_grad and p.dtype not in TRAINABLE_DTYPES:
+            return f"parameter {name} is {p.dtype}"
+    return ""
 
 
 def _describe(module: torch.nn.Module) -> list[str]:

@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness import run_ranks
 from lightning_support import TREES, enter, loader, make_module, onebit, plain_net, quiet_trainer, strategy_class
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_onebit as ob
 from lightning_onebit import registry
@@ -316,6 +317,24 @@ def sparse_net() -> torch.nn.Module:
     return torch.nn.Embedding(5, 3, sparse=True)
 
 
+def fully_sharded() -> torch.nn.Module:
+    class FullyShardedDataParallel(torch.nn.Sequential):
+        """Torch's wants an accelerator; what is looked for is the name."""
+
+    FullyShardedDataParallel.__module__ = "torch.distributed.fsdp.fully_sharded_data_parallel"
+    return FullyShardedDataParallel(plain_net())
+
+
+def tensor_parallel() -> torch.nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    layer = torch.nn.Linear(6, 3)
+    mesh = init_device_mesh("cpu", (1,))
+    layer.weight = torch.nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)]))
+    return layer
+
+
 def endless() -> Any:
     class Endless(torch.utils.data.IterableDataset[Any]):
         def __iter__(self) -> Iterator[Any]:
@@ -394,6 +413,44 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "lazy module": {"configure": onebit(None), "net": lazy_net, "words": ["net.weight", "forward pass"]},
     "sparse gradients": {"configure": onebit(None), "net": sparse_net, "words": ["net", "sparse=False"]},
+    "LBFGS": {
+        "configure": lambda m: torch.optim.LBFGS(m.parameters()),
+        "words": ["LBFGS", *FACTORIES],
+    },
+    "sharded optimizer": {
+        "configure": lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.AdamW, lr=0.1),
+        "words": ["ZeroRedundancyOptimizer", *FACTORIES],
+    },
+    "complex parameters": {
+        "configure": onebit(None),
+        "net": lambda: torch.nn.Linear(6, 3, dtype=torch.complex64),
+        "words": ["net.weight", "torch.complex64", "real and imaginary"],
+    },
+    "double precision": {
+        "configure": onebit(None),
+        "net": lambda: torch.nn.Linear(6, 3, dtype=torch.float64),
+        "words": ["net.weight", "torch.float64", "float32"],
+    },
+    "wrapped by DDP": {
+        "configure": onebit(None),
+        "net": lambda: torch.nn.parallel.DistributedDataParallel(plain_net()),
+        "words": ["net", "DistributedDataParallel", "do not wrap"],
+    },
+    "wrapped by DataParallel": {
+        "configure": onebit(None),
+        "net": lambda: torch.nn.DataParallel(plain_net()),
+        "words": ["net", "DataParallel", "do not wrap"],
+    },
+    "sharded module": {
+        "configure": onebit(None),
+        "net": fully_sharded,
+        "words": ["net", "FullyShardedDataParallel", "FSDPStrategy"],
+    },
+    "sharded parameters": {
+        "configure": onebit(None),
+        "net": tensor_parallel,
+        "words": ["net.weight", "DTensor", "ModelParallelStrategy"],
+    },
     "loss scaling with early exchange": {
         "configure": onebit(None, overlap="backward"),
         "trainer": lambda: {"plugins": [scaled_precision()]},

@@ -122,7 +122,8 @@ class Topology:
             made = [dist.new_group([members[r] for r in ranks], timeout=timeout, backend=backend) for ranks in family]
             return made[family.index(mine)]
 
-        if isinstance(group, dist.ProcessGroup) and size < dist.get_world_size():
+        if not isinstance(group, SimulatedGroup) and size < dist.get_world_size():
+            assert group is not None  # it is a part of the world
             _align_group_counts(group, timeout)
         intra = own_group([[node * ranks_per_node + k for k in range(ranks_per_node)] for node in range(nodes)])
         inter = own_group([[node * ranks_per_node + k for node in range(nodes)] for k in range(ranks_per_node)])

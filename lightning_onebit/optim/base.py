@@ -54,7 +54,7 @@ _TORCH_ADAM_OPTIONS = {
     "fused",
     "decoupled_weight_decay",
 }
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Phase(str, Enum):
@@ -966,7 +966,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 raise TypeError(
                     f"a parameter of shape {shape} is sparse; {type(self).__name__} trains dense tensors only"
                 )
-            if p.dtype not in _DTYPES:
+            if p.dtype not in TRAINABLE_DTYPES:
                 raise TypeError(
                     f"a parameter of shape {shape} has dtype {p.dtype}; {type(self).__name__} trains float32, bfloat16 "
                     "and float16 (complex and float64 parameters belong to another optimizer)"
