@@ -207,7 +207,9 @@ def test_rounding_to_16_bits_is_that_of_torch(kernels: cpu.CpuKernels) -> None:
     values = values[values.isfinite()]
     halfway = (values + values.roll(1)) / 2
     near = torch.cat([values, halfway, halfway * (1 + 2**-20), halfway * (1 - 2**-20), values * 2])
-    near = torch.cat([near, torch.tensor([65519.0, 65520.0, 65521.0, -65520.0, 3e38, 2.0**-25, 2.0**-24, 3 * 2.0**-25])])
+    near = torch.cat(
+        [near, torch.tensor([65519.0, 65520.0, 65521.0, -65520.0, 3e38, 2.0**-25, 2.0**-24, 3 * 2.0**-25])]
+    )
     bucket = bucket_of([near.numel()], 2048)
     for dtype in (torch.float16, torch.bfloat16):
         target = torch.empty(near.numel(), dtype=dtype)
@@ -448,7 +450,9 @@ def test_a_compiler_with_other_arithmetic_is_refused(
     forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused multiply-adds change the bits; the comparison at load time notices."""
-    version = subprocess.run([str(COMPILER), "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True)
+    version = subprocess.run(
+        [str(COMPILER), "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True
+    )
     if b"__FMA__" not in version.stdout and b"__ARM_FEATURE_FMA" not in version.stdout:
         pytest.skip("this processor has no fused multiply-add")
     monkeypatch.setenv("CXX", write_compiler(tmp_path / "cxx", tmp_path / "calls", "-O2 -ffp-contract=fast"))

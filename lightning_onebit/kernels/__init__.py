@@ -7,9 +7,9 @@ reproduce it bit for bit and are chosen automatically where they can run.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -19,7 +19,16 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 
 log = logging.getLogger("lightning_onebit")
 
-__all__ = ["BACKENDS", "BlockMap", "KernelBackend", "KernelsUnavailable", "Packed", "SpanLike", "get_backend"]
+__all__ = [
+    "BACKENDS",
+    "BlockMap",
+    "BoundSpans",
+    "KernelBackend",
+    "KernelsUnavailable",
+    "Packed",
+    "SpanLike",
+    "get_backend",
+]
 
 BACKENDS = ("auto", "reference", "cpu", "cuda")
 
@@ -76,6 +85,18 @@ class BlockMap(Protocol):
     def lengths(self) -> Tensor:
         """int32 ``(blocks,)``: valid length of each block."""
         ...
+
+
+class BoundSpans(list["Tensor | None"]):
+    """Span tensors whose maker keeps the list, and hands over the same one, as long as they stay where they are in memory.
+
+    Attributes:
+        tables: what a backend (by its name) has made of them, so that it need not look at every tensor again.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor | None]) -> None:
+        super().__init__(tensors)
+        self.tables: dict[str, Any] = {}
 
 
 class KernelsUnavailable(RuntimeError):

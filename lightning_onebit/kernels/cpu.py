@@ -35,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_onebit.kernels import BlockMap, KernelsUnavailable, SpanLike, Spans
+from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, SpanLike, Spans
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
 
@@ -44,11 +44,21 @@ log = logging.getLogger("lightning_onebit")
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
 ABI = 1
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
-FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden", "-fno-fast-math", "-ffp-contract=off")
+FLAGS = (
+    "-O3",
+    "-std=c++17",
+    "-fPIC",
+    "-shared",
+    "-pthread",
+    "-fvisibility=hidden",
+    "-fno-fast-math",
+    "-ffp-contract=off",
+)
 TUNING = (("-march=native",), ("-mcpu=native",), ())  # the first that the compiler takes
 COMPILE_SECONDS = 300  # a compiler that takes longer hangs
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FLOAT32 = {torch.float32: 0}
+_DTYPES = {**_FLOAT32, torch.bfloat16: 1, torch.float16: 2}
 
 
 # ----- building -------------------------------------------------------------------------------------------------------
@@ -122,7 +132,9 @@ def cache_directory() -> Path:
             problems.append(f"{path}: not writable")
         else:
             return path
-    raise KernelsUnavailable(f"no directory for the compiled library ({'; '.join(problems)}); set LIGHTNING_ONEBIT_CACHE to one")
+    raise KernelsUnavailable(
+        f"no directory for the compiled library ({'; '.join(problems)}); set LIGHTNING_ONEBIT_CACHE to one"
+    )
 
 
 @contextlib.contextmanager
@@ -264,7 +276,7 @@ class _Layout:
 
 
 class _SpanTable:
-    """Addresses of the tensors of a bucket's spans, for the duration of one call.
+    """Addresses of the tensors of a bucket's spans, for the duration of one call, or for as long as they are bound to them.
 
     What C cannot read in place (another dtype, gaps in memory) is read, and written back, through an fp32 copy.
     """
@@ -272,8 +284,9 @@ class _SpanTable:
     def __init__(self, layout: _Layout, spans: Spans, name: str, dtypes: dict[torch.dtype, int]) -> None:
         if len(spans) != layout.count:
             raise ValueError(f"{name} must have one entry per span, {layout.count}, got {len(spans)}")
+        self.layout = layout
         addresses, codes = array("Q"), bytearray()
-        self.tensors: list[Tensor] = []
+        self._in_place: list[Tensor] = []
         self._copies: list[tuple[Tensor, Tensor]] = []
         for tensor, numel in zip(spans, layout.numels, strict=True):
             if tensor is None:
@@ -284,26 +297,38 @@ class _SpanTable:
                 raise ValueError(
                     f"{name}: a span of {numel} elements on the cpu got shape {tuple(tensor.shape)} on {tensor.device}"
                 )
-            self.tensors.append(tensor)
             code = dtypes.get(tensor.dtype)
             if code is None or not tensor.is_contiguous():
                 copy = tensor.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
                 self._copies.append((tensor, copy))
                 tensor, code = copy, 0
+            elif not tensor.is_inference():
+                self._in_place.append(tensor)
             addresses.append(tensor.data_ptr())
             codes.append(code)
         self._keep = (addresses, bytes(codes))
         self.arguments = (layout.count, *layout.tables, addresses.buffer_info()[0], self._keep[1])
 
+    @classmethod
+    def of(cls, layout: _Layout, spans: Spans, name: str, dtypes: dict[torch.dtype, int]) -> _SpanTable:
+        """The table of some spans; the one of an earlier call where they are the same."""
+        if not isinstance(spans, BoundSpans):
+            return cls(layout, spans, name, dtypes)
+        key = f"cpu {name} {len(dtypes)}"
+        known: _SpanTable | None = spans.tables.get(key)
+        if known is None or known.layout is not layout:
+            known = cls(layout, spans, name, dtypes)
+            if not known._copies:  # a copy holds what the tensor held
+                spans.tables[key] = known
+        return known
+
     def written(self) -> None:
         """Makes what C wrote visible: to the tensors that were copied, and to autograd's check of in-place changes."""
-        copied = {id(tensor) for tensor, _ in self._copies}
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
-        for tensor in self.tensors:
-            if id(tensor) not in copied and not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
+        for tensor in self._in_place:
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _in_memory_order(tensor: Tensor) -> bool:
@@ -478,7 +503,13 @@ class CpuKernels(ReferenceKernels):
         self._call(
             "reduce",
             *(size, received.rows, *_payload(received, "received", received.rows * blocks, size)),
-            *(_address(lengths, "lengths", blocks, torch.int32), _address(d, "d", blocks * size), address, stride, inv_n),
+            *(
+                _address(lengths, "lengths", blocks, torch.int32),
+                _address(d, "d", blocks * size),
+                address,
+                stride,
+                inv_n,
+            ),
         )
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
@@ -494,6 +525,6 @@ class CpuKernels(ReferenceKernels):
         size, blocks = bucket.block_size, bucket.blocks
         payload = _payload(packed, "packed", blocks, size)
         state = (_address(r, "r", bucket.elements), _address(decay, "decay", blocks), _address(alpha, "alpha", blocks))
-        table = _SpanTable(self._layout(bucket), spans, "spans", {torch.float32: 0})
+        table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
         self._call("apply_adam", size, blocks, *table.arguments, *payload, *state)
         table.written()

@@ -699,23 +699,28 @@ struct Unpack {
 
 // ----- gradient statistics ----------------------------------------------------------------------------------------------
 
-constexpr int64_t kSumPiece = 1 << 16;
+constexpr int64_t kSumPiece = 1 << 18;
 
 // Sum of squares in fp64, where the square of any fp32 number is exact and no sum can overflow: not finite means that an element
 // is not. Fixed pieces and fixed lanes: the result does not depend on the number of threads.
+//
+// Four streams at once: a core that follows a single one does not have enough reads under way to use the memory's speed. (On Zen 4
+// 22 GB/s against 15.6 with one stream and prefetch instructions, 20 with one stream and none.)
 double sum_squares(const float* p, int64_t count) {
-  constexpr int kLanes = 32;
-  double acc[kLanes] = {};
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes) {
-    __builtin_prefetch(p + i + 2048);
-    __builtin_prefetch(p + i + 2064);
-    for (int j = 0; j < kLanes; ++j) acc[j] += static_cast<double>(p[i + j]) * static_cast<double>(p[i + j]);
-  }
-  for (int j = 0; i < count; ++i, ++j) acc[j] += static_cast<double>(p[i]) * static_cast<double>(p[i]);
+  constexpr int kLanes = 16, kStreams = 4;
+  double acc[kStreams][kLanes] = {};
+  const int64_t part = count / (kStreams * kLanes) * kLanes;
+  for (int64_t i = 0; i < part; i += kLanes)
+    for (int s = 0; s < kStreams; ++s)
+      for (int j = 0; j < kLanes; ++j) {
+        const double x = p[s * part + i + j];
+        acc[s][j] += x * x;
+      }
+  for (int64_t i = kStreams * part; i < count; ++i) acc[0][i % kLanes] += static_cast<double>(p[i]) * static_cast<double>(p[i]);
+  for (int j = 0; j < kLanes; ++j) acc[0][j] = (acc[0][j] + acc[1][j]) + (acc[2][j] + acc[3][j]);
   for (int half = kLanes / 2; half; half /= 2)
-    for (int j = 0; j < half; ++j) acc[j] += acc[half + j];
-  return acc[0];
+    for (int j = 0; j < half; ++j) acc[0][j] += acc[0][half + j];
+  return acc[0][0];
 }
 
 double sum_squares_16(const void* from, uint8_t dtype, int64_t count) {

@@ -110,8 +110,8 @@ class OnebitAdam(AdamMoments):
         )
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
-        decay = self._per_block(bucket, self._decay)
-        alpha = self._per_block(bucket, lambda i: self._group(i)["lr"] / self._first_correction(i))
+        decay = self._per_block(bucket, self._decay, alike=True)
+        alpha = self._per_block(bucket, lambda i: self._group(i)["lr"] / self._first_correction(i), alike=True)
         self._kernels.apply_adam(
             bucket, self._bind_weights(bucket), packed, bucket.slice(self._flat["r"]), decay, alpha
         )

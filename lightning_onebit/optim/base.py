@@ -35,7 +35,7 @@ from lightning_onebit.comm import (
     plan_buckets,
     ring_bytes,
 )
-from lightning_onebit.kernels import Packed, get_backend
+from lightning_onebit.kernels import BoundSpans, Packed, get_backend
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number
 
@@ -132,6 +132,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._slots: list[int] = []
         self._slot_of: dict[int, int] = {}
         self._dense: list[int] = []
+        self._wire_bytes = 0
         self._laid_out_for = (0, 0)
         self._flat: dict[str, Tensor] = {}
         self._momentum: list[Tensor | Packed] = []
@@ -145,6 +146,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         # whether the running step is dense; decided once, since a schedule may change lr between backward and step
         self._decision: bool | None = None
         self._protected: dict[int, _Protected] = {}
+        # by bucket: the addresses of its weights and the views that were made of them
+        self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
         # overlap="backward": the exchange under way, what has come back, and what backward still owes to each bucket
         self._session: ExchangeSession | None = None
         self._arrived: list[tuple[Bucket, Tensor]] = []
@@ -315,6 +318,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         if self._reducer is not None:
             self._reducer.close()
         self._remove_landing_hooks()
+        self._bound = {}
         self._session = None
         self._reducer = self._exchange = self._transport = self._topology = None
         self._present = self._verdict = None
@@ -571,7 +575,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
     def _close_step(self, dense: bool, *, skipped: bool) -> None:
         self._present = self._verdict = self._decision = None
         ranks = self._ranks().size
-        wire = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
+        wire = self._wire_bytes
         self.ledger.close_step(
             step=self._steps,
             phase=self._phase.value,
@@ -920,15 +924,35 @@ class OnebitOptimizer(torch.optim.Optimizer):
         return bucket.bind(gradient)
 
     def _bind_weights(self, bucket: Bucket) -> list[Tensor | None]:
+        """Weights by span; the very list of the step before where they lie as they lay, with what backends have made of it."""
+        indices = [self._slots[slot] for slot in bucket.members]
+        where = [self._weight(i).data_ptr() if self._active[i] else 0 for i in indices]
+        known = self._bound.get(bucket.index)
+        if known is not None and known[0] == where:
+            return known[1]
+
         def weight(slot: int) -> Tensor | None:
             i = self._slots[slot]
             return memory_order(self._weight(i)) if self._active[i] else None
 
-        return bucket.bind(weight)
+        spans = BoundSpans(bucket.bind(weight))
+        self._bound[bucket.index] = (where, spans)
+        return spans
 
-    def _per_block(self, bucket: Bucket, value_of: Callable[[int], float]) -> Tensor:
-        """fp32 ``(blocks,)`` from one value per parameter (given its index)."""
-        values = [value_of(self._slots[slot]) for slot in bucket.members]
+    def _per_block(self, bucket: Bucket, value_of: Callable[[int], float], *, alike: bool = False) -> Tensor:
+        """fp32 ``(blocks,)`` from one value per parameter (given its index).
+
+        ``alike`` promises that the value depends on a parameter's group and step count alone: it is asked for once for each.
+        """
+        indices = [self._slots[slot] for slot in bucket.members]
+        if alike:
+            kinds = [(self._group_of[i], self._t[i]) for i in indices]
+            found = {kind: value_of(i) for kind, i in dict(zip(kinds, indices, strict=True)).items()}
+            values = list(found.values()) if len(found) == 1 else [found[kind] for kind in kinds]
+        else:
+            values = [value_of(i) for i in indices]
+        if values.count(values[0]) == len(values):
+            return torch.full((bucket.blocks,), values[0], dtype=torch.float32, device=self._device)
         return upload(values, self._device, torch.float32)[bucket.block_member]
 
     def _decay(self, index: int) -> float:
@@ -1045,6 +1069,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._slots = [i for i in trainable if self.param_groups[self._group_of[i]]["compress"]]
         self._slot_of = {i: slot for slot, i in enumerate(self._slots)}
         self._dense = [i for i in trainable if not self.param_groups[self._group_of[i]]["compress"]]
+        self._wire_bytes = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
+        self._bound = {}
 
     def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
         ranks = self._ranks()

@@ -49,9 +49,9 @@ class AdamMoments(OnebitOptimizer):
         )
 
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
-        a = self._per_block(bucket, lambda i: self._group(i)["betas"][0])[lo:hi]
-        b = self._per_block(bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale)[lo:hi]
-        return Coefficients(a, self._momentum_of(bucket, lo, hi), b)
+        a = self._per_block(bucket, lambda i: self._group(i)["betas"][0], alike=True)
+        b = self._per_block(bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True)
+        return Coefficients(a[lo:hi], self._momentum_of(bucket, lo, hi), b[lo:hi])
 
     def _enter_compressed(self) -> None:
         """Inverts the denominators once; v gives its memory to them."""
