@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_onebit import _trees  # first: it remembers which Lightning tree was loaded before this package
 from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
+from lightning_onebit.migration import Migration, from_deepspeed_config
 from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, OnebitOptimizer, Phase, ZeroOneAdam
 from lightning_onebit.registry import available_strategies
 
@@ -27,6 +28,7 @@ __all__ = [
     "ByteLedger",
     "CollectiveFailure",
     "CollectiveTimeout",
+    "Migration",
     "OnebitAdam",
     "OnebitLamb",
     "OnebitOptimizer",
@@ -34,6 +36,7 @@ __all__ = [
     "PlanMismatch",
     "ZeroOneAdam",
     "available_strategies",
+    "from_deepspeed_config",
 ]
 if _trees.installed_trees():
     __all__ += ["OnebitStrategy", "callbacks"]

@@ -1,0 +1,432 @@
+"""From a DeepSpeed configuration with a 1-bit optimizer to a strategy, an optimizer and the Trainer's arguments."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_onebit import _trees
+from lightning_onebit.optim import OnebitOptimizer
+
+#: ``optimizer.type``, in lower case as DeepSpeed compares it
+_TYPES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}
+
+#: What DeepSpeed 0.19.6 takes where the configuration is silent and this package would take something else.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "onebit_adam": {"freeze_step": 100_000},
+    "onebit_lamb": {"freeze_step": 100_000},
+    "zero_one_adam": {"var_freeze_step": 100_000, "local_step_scaler": 32_678},
+}
+_LAMB = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
+_OPTIONS = {
+    "onebit_adam": ("freeze_step",),
+    "onebit_lamb": ("freeze_step", *_LAMB),
+    "zero_one_adam": ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+}
+_HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
+
+#: top-level keys that have no counterpart, with what to do instead; without effect (hence harmless) at the given value
+_WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
+    "prescale_gradients": (False, "gradients are averaged in fp32 or in their own dtype; remove it"),
+    "gradient_predivide_factor": (1.0, "gradients are averaged without an intermediate factor; remove it"),
+    "gradient_allreduce_op": (
+        "mean",
+        "gradients are averaged: multiply lr by the number of ranks where a sum was meant",
+    ),
+    "sparse_gradients": (False, "sparse gradients are refused: build embeddings with sparse=False"),
+    "communication_data_type": (None, "dense steps are sent in the gradients' own dtype, compressed ones in one bit"),
+    "disable_allgather": (False, "it concerns ZeRO; remove it"),
+    "zero_allow_untested_optimizer": (False, "it concerns ZeRO; remove it"),
+    "zero_force_ds_cpu_optimizer": (True, "it concerns ZeRO-Offload; remove it"),
+    "wall_clock_breakdown": (False, "CompressionStats logs times; Trainer(profiler='simple') shows the rest"),
+    "memory_breakdown": (False, "use DeviceStatsMonitor"),
+    "dump_state": (False, "the strategy's repr and CompressionStats say what runs"),
+    "dataloader_drop_last": (False, "give drop_last=True to your DataLoader"),
+    "graph_harvesting": (False, "use torch.compile on the module"),
+}
+_SECTIONS = {
+    "scheduler": "return a torch scheduler beside the optimizer from configure_optimizers, with interval 'step'",
+    "tensorboard": "Trainer(logger=TensorBoardLogger(...)), and CompressionStats among the callbacks",
+    "csv_monitor": "Trainer(logger=CSVLogger(...)), and CompressionStats among the callbacks",
+    "wandb": "Trainer(logger=WandbLogger(...)), and CompressionStats among the callbacks",
+    "comet": "Trainer(logger=CometLogger(...)), and CompressionStats among the callbacks",
+    "amp": "Apex is not supported; give precision='16-mixed' to the Trainer",
+    "activation_checkpointing": "call torch.utils.checkpoint in the module",
+    "flops_profiler": "use a profiler of Lightning",
+    "comms_logger": "CompressionStats logs bytes and times of the communication",
+    "checkpoint": "use Lightning's ModelCheckpoint",
+    "aio": "it concerns ZeRO-Infinity; remove it",
+    "elasticity": "start again with another number of ranks: checkpoints resume on other worlds",
+    "data_types": "state and residuals are fp32 (residual_dtype='bfloat16' halves the residuals)",
+    "pipeline": "pipeline parallelism does not go together with this strategy",
+    "sparse_attention": "build it into the module",
+    "compression_training": "it concerns the model, not the communication; build it into the module",
+    "eigenvalue": "it concerns compression_training; remove it",
+    "progressive_layer_drop": "build it into the module",
+    "curriculum_learning": "build it into the data loader",
+    "data_efficiency": "build it into the data loader",
+    "autotuning": "use `lightning-onebit plan` and `lightning-onebit bench`",
+    "compile": "use torch.compile on the module",
+}
+_SCALER = (
+    "loss_scale",
+    "initial_scale_power",
+    "loss_scale_window",
+    "hysteresis",
+    "consecutive_hysteresis",
+    "min_loss_scale",
+)
+
+
+@dataclass(frozen=True)
+class Migration:
+    """What a DeepSpeed configuration has become.
+
+    Attributes:
+        algorithm: name of the algorithm.
+        strategy: an ``OnebitStrategy`` with its options.
+        trainer: arguments for the Trainer: ``strategy``, and what else the configuration decides.
+        hyperparameters: arguments of the optimizer (``lr``, ``betas``, ``eps``, ``weight_decay``).
+        honoured: configuration key -> what it became, in words.
+        unhonoured: configuration key -> why not, and what to do instead.
+    """
+
+    algorithm: str
+    strategy: Any
+    trainer: dict[str, Any]
+    hyperparameters: dict[str, Any]
+    honoured: dict[str, str] = field(default_factory=dict)
+    unhonoured: dict[str, str] = field(default_factory=dict)
+
+    def optimizer(self, params: Any, **changes: Any) -> OnebitOptimizer:
+        """The configuration's optimizer, for ``configure_optimizers``.
+
+        Args:
+            params: parameters or parameter groups.
+            **changes: hyperparameters that replace those of the configuration.
+        """
+        made: OnebitOptimizer = self.strategy.optimizer(params, **{**self.hyperparameters, **changes})
+        return made
+
+    def __str__(self) -> str:
+        lines = [f"DeepSpeed configuration -> {self.algorithm}", "taken over:"]
+        lines += [f"  {key}: {what}" for key, what in self.honoured.items()]
+        if self.unhonoured:
+            lines += ["NOT taken over:", *(f"  {key}: {why}" for key, why in self.unhonoured.items())]
+        return "\n".join(lines)
+
+
+def from_deepspeed_config(
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    *,
+    world_size: int | None = None,
+    tree: _trees.Tree | None = None,
+) -> Migration:
+    """Translates a DeepSpeed configuration whose optimizer is OneBitAdam, OneBitLamb or ZeroOneAdam.
+
+    Every key of the configuration ends up in ``honoured`` or in ``unhonoured``; print the result to see them. Where the configuration is
+    silent, DeepSpeed 0.19.6's defaults count (a ``freeze_step`` of 100,000, for instance). ``bias_correction`` is False whatever it says,
+    because DeepSpeed accepted the key and ignored it.
+
+    Args:
+        config: the configuration, or the path of its JSON file.
+        world_size: number of ranks; needed only where accumulation has to be worked out of batch sizes.
+        tree: ``"lightning"`` or ``"pytorch_lightning"``; None: the one you have imported.
+
+    Returns:
+        Strategy, optimizer factory and Trainer arguments, and what could not be taken over.
+
+    Raises:
+        TypeError: not a mapping, or a section that should be one is not.
+        ValueError: another optimizer, a file that is no JSON, a value that no option accepts, or settings that exclude each other.
+
+    Example:
+        >>> migration = from_deepspeed_config("ds_config.json", world_size=16)
+        >>> print(migration)
+        >>> trainer = Trainer(devices=8, num_nodes=2, **migration.trainer)
+
+    In ``configure_optimizers``, return ``migration.optimizer(self.parameters())``.
+    """
+    return _Translation(_read(config), world_size).result(tree)
+
+
+def _read(config: Mapping[str, Any] | str | os.PathLike[str]) -> Mapping[str, Any]:
+    if isinstance(config, (str, os.PathLike)):
+        try:
+            config = json.loads(Path(config).read_text(), object_pairs_hook=_unique)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{config} is no JSON ({error}); comments and trailing commas, which DeepSpeed's reader allows, must go"
+            ) from error
+    if not isinstance(config, Mapping):
+        raise TypeError(f"config={config!r} must be a mapping or the path of a JSON file, not {type(config).__name__}")
+    return config
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the configuration holds {[n for n in found if names.count(n) > 1]} more than once; keep one")
+    return found
+
+
+class _Translation:
+    """One pass over a configuration; every handler files its keys under honoured or unhonoured."""
+
+    def __init__(self, config: Mapping[str, Any], world_size: int | None) -> None:
+        self.config = config
+        self.world_size = world_size
+        self.honoured: dict[str, str] = {}
+        self.unhonoured: dict[str, str] = {}
+        self.trainer: dict[str, Any] = {}
+        self.options: dict[str, Any] = {}
+        self.hyperparameters: dict[str, Any] = {}
+
+    def result(self, tree: _trees.Tree | None) -> Migration:
+        algorithm = self._algorithm()
+        self._optimizer(algorithm)
+        self._batches()
+        self._precision()
+        for key, value in self.config.items():
+            if handler := self._handlers().get(key):
+                handler(key, value)
+            elif not self._filed(key):
+                self._rest(key, value)
+        strategy = _trees.bound_module(tree).OnebitStrategy(algorithm, **self.options)
+        return Migration(
+            algorithm,
+            strategy,
+            {"strategy": strategy, **self.trainer},
+            self.hyperparameters,
+            self.honoured,
+            self.unhonoured,
+        )
+
+    def _filed(self, key: str) -> bool:
+        return any(known.split(".")[0] == key for known in (*self.honoured, *self.unhonoured))
+
+    def _section(self, key: str) -> Mapping[str, Any]:
+        found = self.config.get(key, {})
+        if not isinstance(found, Mapping):
+            raise TypeError(f"{key}={found!r} must be a section (a mapping), not {type(found).__name__}")
+        return found
+
+    def _algorithm(self) -> str:
+        named = self._section("optimizer").get("type")
+        algorithm = _TYPES.get(str(named).lower())
+        if algorithm is None:
+            raise ValueError(
+                f"optimizer.type={named!r} is none of OneBitAdam, OneBitLamb and ZeroOneAdam. Nothing of DeepSpeed is needed for other "
+                "optimizers: use Trainer(strategy='onebit_adam') and return torch.optim.AdamW from configure_optimizers"
+            )
+        self.honoured["optimizer.type"] = f"strategy {algorithm!r}"
+        return algorithm
+
+    def _optimizer(self, algorithm: str) -> None:
+        for key, value in self._section("optimizer").items():
+            if key not in ("type", "params"):
+                self._unless(f"optimizer.{key}", value, False, "it concerns DeepSpeed's fused optimizers; remove it")
+        params = self._section("optimizer").get("params", {})
+        self.options = {"bias_correction": False, **_DEFAULTS[algorithm]}
+        for name, value in params.items():
+            key = f"optimizer.params.{name}"
+            if value == "auto":
+                self.unhonoured[key] = (
+                    f"'auto' is filled in by another trainer; write the value: optimizer(params, {name}=...)"
+                )
+            elif name in _OPTIONS[algorithm]:
+                self.options[name] = value
+                self.honoured[key] = f"{name}={value!r} of the strategy"
+            elif name in _HYPERPARAMETERS:
+                self.hyperparameters[name] = tuple(value) if name == "betas" else value
+                self.honoured[key] = f"{name}={value!r} of the optimizer"
+            else:
+                self._odd_parameter(key, name, value)
+        for name, value in _DEFAULTS[algorithm].items():
+            if name not in params:
+                self.honoured[f"optimizer.params.{name} (absent)"] = f"{name}={value!r}, DeepSpeed's default"
+
+    def _odd_parameter(self, key: str, name: str, value: Any) -> None:
+        """Parameters of DeepSpeed's classes without a counterpart here."""
+        if name == "bias_correction":
+            self._unless(
+                key,
+                value,
+                False,
+                "DeepSpeed accepted and ignored it, so the optimizer is made with bias_correction=False, as your runs have trained; "
+                "build OnebitStrategy(bias_correction=True, ...) yourself for AdamW's correction (and tune lr again)",
+            )
+        elif name == "max_grad_norm":
+            self._unless(key, value, 0, "DeepSpeed ignored it here; the Trainer's gradient_clip_val clips")
+        elif name == "comm_backend_name":
+            self._unless(
+                key,
+                value,
+                "nccl",
+                "the backend follows the device; OnebitStrategy(process_group_backend=...) names another",
+            )
+        elif name in ("eps_inside_sqrt", "amsgrad", "cuda_aware"):
+            said = {
+                "eps_inside_sqrt": "eps is added to the root; DeepSpeed ignored the option as well",
+                "amsgrad": "no 1-bit optimizer has it, DeepSpeed's had not either; remove it",
+                "cuda_aware": "it concerns MPI, which is not used",
+            }
+            self._unless(key, value, False, said[name])
+        else:
+            self.unhonoured[key] = "unknown to DeepSpeed 0.19.6's class and to this package; remove it"
+
+    def _batches(self) -> None:
+        whole, micro = self.config.get("train_batch_size"), self.config.get("train_micro_batch_size_per_gpu")
+        steps = self.config.get("gradient_accumulation_steps")
+        given = {
+            "train_batch_size": whole,
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+        }
+        for key, value in given.items():
+            if value == "auto":
+                self.unhonoured[key] = "'auto' is filled in by another trainer; write the number"
+            elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+                raise ValueError(f"{key}={value!r} must be a whole number, at least 1")
+        whole, micro, steps = (None if value == "auto" else value for value in (whole, micro, steps))
+        if steps is None and whole is not None and micro is not None:
+            steps = self._accumulation(whole, micro)
+        elif steps is not None:
+            self.honoured["gradient_accumulation_steps"] = f"accumulate_grad_batches={steps}"
+        if steps is not None:
+            self.trainer["accumulate_grad_batches"] = steps
+        if micro is not None:
+            self.unhonoured["train_micro_batch_size_per_gpu"] = f"give batch_size={micro} to your DataLoader"
+        if whole is not None and "train_batch_size" not in self.honoured:
+            per_rank = whole // (self.world_size * (steps or 1)) if self.world_size and micro is None else None
+            loader = (
+                f"give batch_size={per_rank} to your DataLoader" if per_rank else "give a batch_size to your DataLoader"
+            )
+            self.unhonoured.setdefault(
+                "train_batch_size", f"{loader}: ranks * batch_size * accumulate_grad_batches is to be {whole}"
+            )
+
+    def _accumulation(self, whole: int, micro: int) -> int | None:
+        if self.world_size is None:
+            self.unhonoured["train_batch_size"] = (
+                "accumulate_grad_batches follows from it and the number of ranks: call from_deepspeed_config(..., world_size=...)"
+            )
+            return None
+        steps, rest = divmod(whole, micro * self.world_size)
+        if rest or not steps:
+            raise ValueError(
+                f"train_batch_size={whole} is no multiple of train_micro_batch_size_per_gpu={micro} times world_size={self.world_size}; "
+                "change one of them"
+            )
+        self.honoured["train_batch_size"] = f"accumulate_grad_batches={steps} on {self.world_size} ranks"
+        return steps
+
+    def _precision(self) -> None:
+        chosen = {}
+        for key, precision in (("fp16", "16-mixed"), ("bf16", "bf16-mixed"), ("bfloat16", "bf16-mixed")):
+            section = self._section(key)
+            if section.get("enabled") == "auto":
+                self.unhonoured[f"{key}.enabled"] = (
+                    "'auto' is filled in by another trainer; give precision to the Trainer"
+                )
+                continue
+            if section.get("enabled", False):
+                chosen[f"{key}.enabled"] = precision
+            for name, value in section.items():
+                if name == "enabled":
+                    continue
+                if not section.get("enabled", False):
+                    self.honoured[f"{key}.{name}"] = "without effect: the section is off"
+                elif name in _SCALER:
+                    self.unhonoured[f"{key}.{name}"] = (
+                        f"{value!r}: give the Trainer plugins=[MixedPrecision('16-mixed', 'cuda', scaler=torch.amp.GradScaler('cuda', "
+                        "init_scale=..., growth_interval=...))]; an overflow on one rank skips the step on all"
+                    )
+                else:
+                    self._unless(
+                        f"{key}.{name}", value, name == "check_grad_overflow", "Lightning's precision plugin decides it"
+                    )
+            if "enabled" in section and not section["enabled"]:
+                self.honoured[f"{key}.enabled"] = "off"
+        autocast = self._section("torch_autocast")
+        if autocast.get("enabled"):
+            dtype = str(autocast.get("dtype", "bfloat16")).removeprefix("torch.")
+            chosen["torch_autocast.enabled"] = "16-mixed" if dtype in ("float16", "fp16", "half") else "bf16-mixed"
+            for name in set(autocast) - {"enabled"}:
+                key = f"torch_autocast.{name}"
+                if name == "dtype":
+                    self.honoured[key] = f"precision={chosen['torch_autocast.enabled']!r}"
+                else:
+                    self.unhonoured[key] = "torch's own list of operations counts"
+        if len(set(chosen.values())) > 1:
+            raise ValueError(f"{' and '.join(chosen)} are both on and exclude each other; keep one")
+        for key, precision in chosen.items():
+            self.trainer["precision"] = precision
+            self.honoured[key] = f"precision={precision!r}"
+
+    def _handlers(self) -> dict[str, Callable[[str, Any], None]]:
+        return {
+            "gradient_clipping": self._clipping,
+            "steps_per_print": self._printing,
+            "zero_optimization": self._zero,
+        }
+
+    def _clipping(self, key: str, value: Any) -> None:
+        if value == "auto":
+            self.unhonoured[key] = "'auto' is filled in by another trainer; give gradient_clip_val to the Trainer"
+        elif value:
+            self.trainer["gradient_clip_val"] = float(value)
+            self.honoured[key] = (
+                f"gradient_clip_val={float(value)!r} (by one norm over all ranks, not by each rank's own)"
+            )
+        else:
+            self.honoured[key] = "off"
+
+    def _printing(self, key: str, value: Any) -> None:
+        if value == "auto" or not isinstance(value, int) or value < 1:
+            self.unhonoured[key] = "give log_every_n_steps to the Trainer"
+            return
+        self.trainer["log_every_n_steps"] = value
+        self.honoured[key] = f"log_every_n_steps={value}"
+
+    def _zero(self, key: str, value: Any) -> None:
+        section = self._section(key)
+        for leaf in _leaves(key, section):
+            if not section.get("stage", 0):
+                self.honoured[leaf] = "off"
+            else:
+                self.unhonoured[leaf] = (
+                    "1-bit optimizers need whole gradients and states on every rank (DeepSpeed refused the combination as well); for "
+                    "models that do not fit, keep FSDP or ZeRO without compression"
+                )
+
+    def _rest(self, key: str, value: Any) -> None:
+        if key in _WITHOUT_COUNTERPART:
+            harmless, remedy = _WITHOUT_COUNTERPART[key]
+            self._unless(key, value, harmless, remedy)
+        else:
+            off = isinstance(value, Mapping) and (not value or value.get("enabled") is False)
+            for leaf in _leaves(key, value):
+                if off:
+                    self.honoured[leaf] = "off"
+                else:
+                    self.unhonoured[leaf] = _SECTIONS.get(key, "it has no counterpart here")
+
+    def _unless(self, key: str, value: Any, harmless: Any, why: str) -> None:
+        """Files a key as without effect at a harmless value, as not taken over otherwise."""
+        if value == harmless or value is None:
+            self.honoured[key] = "off" if not harmless else f"{harmless!r}, as it is here anyway"
+        else:
+            self.unhonoured[key] = why
+
+
+def _leaves(key: str, value: Any) -> list[str]:
+    """Dotted names of everything in a section."""
+    if not isinstance(value, Mapping) or not value:
+        return [key]
+    return [leaf for name, part in value.items() for leaf in _leaves(f"{key}.{name}", part)]

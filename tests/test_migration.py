@@ -1,0 +1,289 @@
+"""DeepSpeed configurations become strategies; every key is accounted for; the result trains."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from harness import run_ranks
+from lightning_support import enter
+
+import lightning_onebit as ob
+from lightning_onebit.registry import find_algorithm
+
+#: as in DeepSpeed's own tutorials, with what users add
+BERT = {
+    "train_batch_size": 4096,
+    "train_micro_batch_size_per_gpu": 16,
+    "steps_per_print": 100,
+    "prescale_gradients": False,
+    "optimizer": {
+        "type": "OneBitAdam",
+        "params": {
+            "lr": 4e-4,
+            "betas": [0.9, 0.99],
+            "weight_decay": 0.01,
+            "bias_correction": True,
+            "freeze_step": 23000,
+            "comm_backend_name": "nccl",
+            "cuda_aware": False,
+            "max_grad_norm": 1.0,
+        },
+    },
+    "gradient_clipping": 1.0,
+    "wall_clock_breakdown": False,
+    "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 1000}},
+    "tensorboard": {"enabled": False, "output_path": "logs"},
+    "zero_optimization": {"stage": 0},
+}
+
+
+def leaves(value: Any, prefix: str = "") -> set[str]:
+    if not isinstance(value, dict):
+        return {prefix}
+    return {leaf for key, part in value.items() for leaf in leaves(part, f"{prefix}.{key}" if prefix else key)}
+
+
+def accounted(migration: ob.Migration, config: dict[str, Any]) -> None:
+    """Every key is in exactly one of the two lists, and none that the configuration does not have."""
+    honoured = {key for key in migration.honoured if not key.endswith("(absent)")}
+    assert honoured | set(migration.unhonoured) == leaves(config)
+    assert not honoured & set(migration.unhonoured)
+    assert all(len(why) > 2 for why in (*migration.honoured.values(), *migration.unhonoured.values()))
+
+
+def test_a_configuration_of_the_tutorial_is_taken_over() -> None:
+    migration = ob.from_deepspeed_config(BERT, world_size=64)
+    assert migration.trainer == {
+        "strategy": migration.strategy,
+        "accumulate_grad_batches": 4,
+        "gradient_clip_val": 1.0,
+        "log_every_n_steps": 100,
+        "precision": "16-mixed",
+    }
+    optimizer = migration.optimizer([torch.nn.Parameter(torch.zeros(3))])
+    assert isinstance(optimizer, ob.OnebitAdam) and optimizer.freeze_step == 23000
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (4e-4, (0.9, 0.99), 0.01)
+    assert optimizer.settings["bias_correction"] is False, "as DeepSpeed trained"
+    assert set(migration.unhonoured) == {
+        "train_micro_batch_size_per_gpu",
+        "optimizer.params.bias_correction",
+        "optimizer.params.max_grad_norm",
+        "fp16.loss_scale",
+        "fp16.initial_scale_power",
+        "scheduler.type",
+        "scheduler.params.warmup_num_steps",
+    }
+    accounted(migration, BERT)
+    text = str(migration)
+    assert "batch_size=16" in text and text.index("taken over") < text.index("NOT taken over")
+
+
+LAMB = {
+    "freeze_step": 1000,
+    **{"max_coeff": 0.3, "min_coeff": 0.02, "coeff_beta": 0.8},
+    **{"factor_max": 3.0, "factor_min": 0.6, "factor_threshold": 0.2},
+}
+
+
+@pytest.mark.parametrize(
+    ("type_", "params", "algorithm", "options"),
+    [
+        ("OneBitAdam", {}, "onebit_adam", {"freeze_step": 100_000}),
+        ("onebitadam", {"freeze_step": 7}, "onebit_adam", {"freeze_step": 7}),
+        ("OneBitLamb", LAMB, "onebit_lamb", LAMB),
+        ("ZeroOneAdam", {}, "zero_one_adam", {"var_freeze_step": 100_000, "local_step_scaler": 32_678}),
+        (
+            "ZeroOneAdam",
+            {"var_freeze_step": 12_500, "var_update_scaler": 8, "local_step_scaler": 100, "local_step_clipper": 4},
+            "zero_one_adam",
+            {"var_freeze_step": 12_500, "var_update_scaler": 8, "local_step_scaler": 100, "local_step_clipper": 4},
+        ),
+    ],
+)  # fmt: skip
+def test_every_optimizer_keeps_its_schedule_and_deepspeeds_defaults(
+    type_: str, params: dict[str, Any], algorithm: str, options: dict[str, Any]
+) -> None:
+    config = {"optimizer": {"type": type_, "params": params}}
+    migration = ob.from_deepspeed_config(config)
+    assert migration.algorithm == migration.strategy.algorithm == algorithm
+    assert migration.strategy._options == {"bias_correction": False, **options}
+    assert type(migration.optimizer([torch.nn.Parameter(torch.zeros(3))])) is find_algorithm(algorithm).optimizer
+    accounted(migration, config)
+    absent = {key for key in migration.honoured if key.endswith("(absent)")}
+    assert absent == {f"optimizer.params.{name} (absent)" for name in set(options) - set(params)}
+
+
+#: sections and keys, what is said about them (None: nothing to say, they are off or without effect)
+ODD: list[tuple[dict[str, Any], dict[str, str]]] = [
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+     {"zero_optimization.stage": "refused the combination", "zero_optimization.offload_optimizer.device": "refused"}),
+    ({"gradient_allreduce_op": "sum"}, {"gradient_allreduce_op": "multiply lr"}),
+    ({"sparse_gradients": True}, {"sparse_gradients": "sparse=False"}),
+    ({"amp": {"enabled": True, "opt_level": "O1"}}, {"amp.enabled": "Apex", "amp.opt_level": "Apex"}),
+    ({"amp": {"enabled": False, "opt_level": "O1"}}, {}),
+    ({"wandb": {"enabled": True}}, {"wandb.enabled": "WandbLogger"}),
+    ({"bf16": {"enabled": True, "immediate_grad_update": True}}, {"bf16.immediate_grad_update": "precision plugin"}),
+    ({"bf16": {}, "fp16": {}}, {}),
+    ({"something_new": {"deep": {"inside": 1}}}, {"something_new.deep.inside": "no counterpart"}),
+    ({"something_newer": 3}, {"something_newer": "no counterpart"}),
+    ({"gradient_clipping": 0.0, "prescale_gradients": False, "dump_state": False, "gradient_predivide_factor": 1.0}, {}),
+    ({"gradient_clipping": "auto"}, {"gradient_clipping": "gradient_clip_val"}),
+    ({"fp16": {"enabled": "auto"}}, {"fp16.enabled": "precision"}),
+    ({"train_batch_size": 512, "train_micro_batch_size_per_gpu": 4},
+     {"train_batch_size": "world_size=...", "train_micro_batch_size_per_gpu": "batch_size=4"}),
+    ({"train_batch_size": 512, "gradient_accumulation_steps": 2}, {"train_batch_size": "is to be 512"}),
+    ({"gradient_accumulation_steps": "auto"}, {"gradient_accumulation_steps": "write the number"}),
+    ({"torch_autocast": {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}},
+     {"torch_autocast.lower_precision_safe_modules": "torch's own list"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"), ODD, ids=lambda value: "+".join(value) if isinstance(value, dict) else None
+)
+def test_what_cannot_be_taken_over_is_listed_with_a_remedy(extra: dict[str, Any], expected: dict[str, str]) -> None:
+    config = {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3}}, **extra}
+    migration = ob.from_deepspeed_config(config)
+    assert set(migration.unhonoured) == set(expected)
+    for key, words in expected.items():
+        assert words in migration.unhonoured[key]
+
+
+def test_odd_parameters_of_the_optimizer_are_listed() -> None:
+    params = {
+        "lr": "auto",
+        "amsgrad": True,
+        "eps_inside_sqrt": True,
+        "comm_backend_name": "mpi",
+        "cuda_aware": True,
+        "nonsense": 1,
+    }
+    config = {"optimizer": {"type": "OneBitAdam", "params": params, "legacy_fusion": True}}
+    migration = ob.from_deepspeed_config(config)
+    assert "lr" not in migration.hyperparameters
+    assert set(migration.unhonoured) == {f"optimizer.params.{name}" for name in params} | {"optimizer.legacy_fusion"}
+    accounted(migration, config)
+    assert migration.optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.5).param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("extra", "precision"),
+    [
+        ({"fp16": {"enabled": True}}, "16-mixed"),
+        ({"bf16": {"enabled": True}}, "bf16-mixed"),
+        ({"bfloat16": {"enabled": True}}, "bf16-mixed"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "16-mixed"),
+        ({"fp16": {"enabled": False}}, None),
+    ],
+)
+def test_precision_becomes_the_trainers(extra: dict[str, Any], precision: str | None) -> None:
+    migration = ob.from_deepspeed_config({"optimizer": {"type": "OneBitAdam"}, **extra})
+    assert migration.trainer.get("precision") == precision
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "words"),
+    [
+        ({"optimizer": {"type": "AdamW"}}, ValueError, "strategy='onebit_adam'"),
+        ({}, ValueError, "optimizer.type=None"),
+        ({"optimizer": "OneBitAdam"}, TypeError, "optimizer='OneBitAdam' must be a section"),
+        (
+            {"optimizer": {"type": "OneBitAdam"}, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
+            ValueError,
+            "keep one",
+        ),
+        ({"optimizer": {"type": "OneBitAdam", "params": {"freeze_step": -1}}}, ValueError, "freeze_step=-1"),
+        (
+            {"optimizer": {"type": "OneBitAdam"}, "gradient_accumulation_steps": 0},
+            ValueError,
+            "gradient_accumulation_steps=0",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam"}, "train_batch_size": 100, "train_micro_batch_size_per_gpu": 16},
+            ValueError,
+            "is no multiple",
+        ),
+        (3, TypeError, "config=3"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(config: Any, error: type, words: str) -> None:
+    with pytest.raises(error, match=words):
+        ob.from_deepspeed_config(config, world_size=4)
+
+
+def test_files_are_read_and_their_faults_named(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(BERT))
+    assert (
+        ob.from_deepspeed_config(path, world_size=64).honoured == ob.from_deepspeed_config(BERT, world_size=64).honoured
+    )
+    path.write_text('{"optimizer": {"type": "OneBitAdam",}}')
+    with pytest.raises(ValueError, match=r"no JSON .* trailing commas"):
+        ob.from_deepspeed_config(str(path))
+    path.write_text('{"optimizer": {"type": "OneBitAdam"}, "fp16": {}, "fp16": {}}')
+    with pytest.raises(ValueError, match="more than once"):
+        ob.from_deepspeed_config(path)
+    with pytest.raises(FileNotFoundError):
+        ob.from_deepspeed_config(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize("tree", ["lightning", "pytorch_lightning"])
+def test_the_strategy_is_of_the_tree_that_was_asked_for(tree: Any) -> None:
+    made = ob.from_deepspeed_config({"optimizer": {"type": "OneBitAdam"}}, tree=tree).strategy
+    assert any(
+        base.__module__.startswith(("lightning.pytorch" if tree == "lightning" else "pytorch_lightning") + ".")
+        for base in type(made).__mro__
+    )
+
+
+def train(rank: int, world: int, folder: str) -> Any:
+    enter(rank)
+    import lightning.pytorch as pl
+
+    config = {
+        "train_batch_size": 32,
+        "train_micro_batch_size_per_gpu": 8,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 0.05, "freeze_step": 2}},
+    }
+    migration = ob.from_deepspeed_config(config, world_size=world)
+
+    class Model(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, _: int) -> Any:
+            return (self.layer(batch) - 1).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            return migration.optimizer(self.parameters())
+
+    data = torch.randn(16 * 8 * world, 4, generator=torch.Generator().manual_seed(0))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=world,
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        default_root_dir=folder,
+        **migration.trainer,
+    )
+    model = Model()
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8))
+    (optimizer,) = trainer.strategy.onebit_optimizers
+    return optimizer.ledger.dense_steps, optimizer.ledger.compressed_steps, model.layer.weight.tolist()
+
+
+def test_a_migrated_configuration_trains(tmp_path: Path) -> None:
+    results = run_ranks(train, 2, str(tmp_path), timeout=120)
+    assert results[0] == results[1]
+    assert results[0][:2] == (2, 6), "16 batches, 2 of them per step, 2 dense steps"
