@@ -42,7 +42,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 1
+ABI = 2
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -202,6 +202,7 @@ def build() -> Path:
 # ----- calling --------------------------------------------------------------------------------------------------------
 
 _INT, _LONG, _POINTER, _FLOAT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
+_KEY = (ctypes.c_uint32, ctypes.c_uint32)
 _SPANS = (_LONG, _POINTER, _POINTER, _POINTER, _POINTER)  # count, first blocks, lengths, addresses, dtypes
 _PAYLOAD = (_POINTER, _LONG, _LONG)  # address, bytes from row to row, blocks of a row
 
@@ -214,12 +215,20 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, _POINTER, _POINTER, _LONG, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
+    "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *[_POINTER] * 4),
+    "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *[_POINTER] * 4),
+    "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 7),
+    "sample": (_LONG, _LONG, *[_POINTER] * 4, *_SPANS, _POINTER, _POINTER, *_KEY, _LONG, *_PAYLOAD),
+    "vote": (_LONG, _INT, *_PAYLOAD, _POINTER, _INT, *_KEY, _LONG, _INT, _POINTER),
+    "apply_votes": (_LONG, _LONG, *_SPANS, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER),
+    "mark_live": (_LONG, _LONG, *[_POINTER] * 3),
 }
 
 _Payload = tuple[int | None, int, int]
 _SpanArguments = tuple[int, int | None, int | None, int | None, bytes | None]
 _NO_PAYLOAD: _Payload = (None, 0, 1)
 _NO_SPANS: _SpanArguments = (0, None, None, None, None)
+_VOTES = {"random": 0, "majority": 1, "mean": 2}
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -250,13 +259,13 @@ def _address(tensor: Tensor, name: str, numel: int, dtype: torch.dtype = torch.f
     return tensor.data_ptr()
 
 
-def _payload(packed: Packed, name: str, blocks: int, block_size: int) -> tuple[int, int, int]:
+def _payload(packed: Packed, name: str, blocks: int, block_size: int, scales: bool = True) -> tuple[int, int, int]:
     # few attribute look-ups: between two buckets Python runs with cold caches, which makes each several times as dear
     raw, per_row = packed.raw, packed.blocks_per_row
-    if raw.shape[0] * per_row != blocks or packed.block_size != block_size or not packed.has_scales:
+    if raw.shape[0] * per_row != blocks or packed.block_size != block_size or packed.has_scales is not scales:
         raise ValueError(
-            f"{name} must hold {blocks} blocks of {block_size} elements with scales, got {packed.blocks} of "
-            f"{packed.block_size}, has_scales={packed.has_scales}"
+            f"{name} must hold {blocks} blocks of {block_size} elements {'with' if scales else 'without'} scales, got "
+            f"{packed.blocks} of {packed.block_size}, has_scales={packed.has_scales}"
         )
     address, (stride, step) = raw.data_ptr(), raw.stride()
     if not raw.is_cpu or step != 1 or address % 4 or stride % 4:
@@ -528,3 +537,163 @@ class CpuKernels(ReferenceKernels):
         table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
         self._call("apply_adam", size, blocks, *table.arguments, *payload, *state)
         table.written()
+
+    # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
+
+    def lamb_update(
+        self,
+        bucket: BlockMap,
+        spans: Spans,
+        new: Packed,
+        old: Tensor | Packed,
+        r: Tensor,
+        fresh: Tensor,
+        factors: Tensor,
+    ) -> Tensor:
+        """Fresh second moments, and of every block the squared norms of ``up`` and ``u`` and the largest ratio."""
+        size, blocks, elements = bucket.block_size, bucket.blocks, bucket.elements
+        packed_old, flat_old = _NO_PAYLOAD, None
+        if isinstance(old, Packed):
+            packed_old = _payload(old, "old", blocks, size)
+        else:
+            flat_old = _address(old, "old", elements)
+        partials = torch.empty((blocks, 3))
+        table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
+        self._call(
+            "lamb_update",
+            *(size, blocks, *table.arguments, *_payload(new, "new", blocks, size), flat_old, *packed_old),
+            *(_address(r, "r", elements), _address(fresh, "fresh", elements)),
+            *(_address(factors, "factors", 8 * blocks), partials.data_ptr()),
+        )
+        return partials
+
+    def lamb_apply(
+        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor, alpha: Tensor, wd: Tensor, step: Tensor
+    ) -> None:
+        """``x = x - step*u`` with ``u = (alpha*m)*r + wd*x``."""
+        size, blocks = bucket.block_size, bucket.blocks
+        table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
+        self._call(
+            "lamb_apply",
+            *(
+                size,
+                blocks,
+                *table.arguments,
+                *_payload(packed, "packed", blocks, size),
+                _address(r, "r", bucket.elements),
+            ),
+            *(_address(alpha, "alpha", blocks), _address(wd, "wd", blocks), _address(step, "step", blocks)),
+        )
+        table.written()
+
+    # ----- 0/1 Adam ---------------------------------------------------------------------------------------------------
+
+    def local_step(
+        self,
+        bucket: BlockMap,
+        spans: Spans,
+        g: Spans,
+        m: Tensor,
+        u: Tensor,
+        r: Tensor,
+        anchor: Tensor,
+        factors: Tensor,
+    ) -> None:
+        """``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay``, one pass over memory."""
+        blocks, elements = bucket.blocks, bucket.elements
+        layout = self._layout(bucket)
+        table = _SpanTable.of(layout, spans, "spans", _FLOAT32)
+        gradients = _SpanTable.of(layout, g, "g", _DTYPES)
+        self._call(
+            "local_step",
+            *(bucket.block_size, blocks, *table.arguments, *gradients.arguments[-2:]),
+            *(_address(m, "m", elements), _address(u, "u", elements), _address(r, "r", elements)),
+            *(_address(anchor, "anchor", elements), _address(factors, "factors", 4 * blocks)),
+        )
+        table.written()
+
+    # ----- BinSGDM ----------------------------------------------------------------------------------------------------
+
+    def sample(
+        self,
+        bucket: BlockMap,
+        lo: int,
+        hi: int,
+        *,
+        b: Tensor,
+        o: Tensor,
+        g: Tensor | Spans,
+        m: Tensor,
+        a: Tensor,
+        key: tuple[int, int],
+        first_block: int,
+        out: Packed,
+    ) -> None:
+        """``m = b*m + o*g ; a = b*a + o*|g|``, then drawn signs of ``m/a``, in one pass over memory."""
+        size, blocks = bucket.block_size, hi - lo
+        elements = blocks * size
+        flat_g = None
+        spans_g: _SpanArguments = _NO_SPANS
+        if isinstance(g, Tensor):
+            flat_g = _address(g, "g", elements)
+        elif blocks != bucket.blocks:
+            raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
+        else:
+            table = _SpanTable.of(self._layout(bucket), g, "g", _DTYPES)
+            spans_g = table.arguments
+        lengths = _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
+        self._call(
+            "sample",
+            *(size, blocks, lengths, _address(b, "b", blocks), _address(o, "o", blocks), flat_g, *spans_g),
+            *(_address(m, "m", elements), _address(a, "a", elements), *key, first_block),
+            *_payload(out, "out", blocks, size, scales=False),
+        )
+
+    def vote(
+        self, received: Packed, lengths: Tensor, mode: str, key: tuple[int, int], first_block: int, out: Tensor
+    ) -> None:
+        """Combines the workers' signs of one chunk: drawn, by majority, or counted."""
+        size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
+        planes = out.shape[1]
+        if mode not in _VOTES:
+            raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(map(repr, _VOTES))}")
+        if planes != 1 and mode != "mean":
+            raise ValueError(f"out must have one plane for mode={mode!r}, got {planes}")
+        self._call(
+            "vote",
+            *(size, rows, *_payload(received, "received", rows * blocks, size, scales=False)),
+            *(_address(lengths, "lengths", blocks, torch.int32), _VOTES[mode], *key, first_block, planes),
+            _address(out, "out", blocks * planes * size // 32, torch.int32),
+        )
+
+    def apply_votes(
+        self,
+        bucket: BlockMap,
+        spans: Spans,
+        words: Tensor,
+        live: Tensor,
+        mean_of: int | None,
+        decay: Tensor,
+        lr: Tensor,
+    ) -> None:
+        """``x = x*decay + lr*ubar`` on live coordinates, ``x = x*decay`` elsewhere."""
+        size, blocks, planes = bucket.block_size, bucket.blocks, words.shape[1]
+        table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
+        self._call(
+            "apply_votes",
+            *(size, blocks, *table.arguments),
+            *(_address(words, "words", blocks * planes * size // 32, torch.int32), planes),
+            _address(live, "live", blocks * size // 32, torch.int32),
+            *((0, 1.0) if mean_of is None else (mean_of, 1.0 / mean_of)),
+            *(_address(decay, "decay", blocks), _address(lr, "lr", blocks)),
+        )
+        table.written()
+
+    def mark_live(self, bucket: BlockMap, lo: int, hi: int, a: Tensor, words: Tensor) -> None:
+        """Bitmap of coordinates with ``a > 0``."""
+        size, blocks = bucket.block_size, hi - lo
+        self._call(
+            "mark_live",
+            *(size, blocks, _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo),
+            *(_address(a, "a", blocks * size), _address(words, "words", blocks * size // 32, torch.int32)),
+        )

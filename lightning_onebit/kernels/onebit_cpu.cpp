@@ -30,7 +30,7 @@
 #include <pthread.h>
 #include <unistd.h>
 
-#if defined(__F16C__) || defined(__AVX512F__)
+#if defined(__SSE__)
 #include <immintrin.h>
 #endif
 
@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 1;
+constexpr int kAbi = 2;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -61,21 +61,25 @@ constexpr int kNative = 4;
 #endif
 
 template <int N> struct Vec;
-template <> struct Vec<1> { using F = float; using U = uint32_t; };
+template <> struct Vec<1> { using F = float; using U = uint32_t; using I = int32_t; };
 template <> struct Vec<4> {
   typedef float F __attribute__((vector_size(16)));
   typedef uint32_t U __attribute__((vector_size(16)));
+  typedef int32_t I __attribute__((vector_size(16)));
 };
 template <> struct Vec<8> {
   typedef float F __attribute__((vector_size(32)));
   typedef uint32_t U __attribute__((vector_size(32)));
+  typedef int32_t I __attribute__((vector_size(32)));
 };
 template <> struct Vec<16> {
   typedef float F __attribute__((vector_size(64)));
   typedef uint32_t U __attribute__((vector_size(64)));
+  typedef int32_t I __attribute__((vector_size(64)));
 };
 template <int N> using F = typename Vec<N>::F;
 template <int N> using U = typename Vec<N>::U;
+template <int N> using I = typename Vec<N>::I;
 
 template <class To, class From> INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -89,6 +93,35 @@ template <int N> INLINE void store(float* p, F<N> v) { std::memcpy(p, &v, sizeof
 template <int N> INLINE void store(uint32_t* p, U<N> v) { std::memcpy(p, &v, sizeof v); }
 template <int N> INLINE F<N> splat(float x) { return x - F<N>{}; }  // x - 0 keeps the sign of a zero, x + 0 would not
 template <int N> INLINE U<N> splat_bits(float x) { return bits_as<U<N>>(splat<N>(x)); }
+
+template <int N> INLINE U<N> splat(uint32_t x) { return x - U<N>{}; }
+template <int N> INLINE F<N> to_floats(I<N> x) {
+  if constexpr (N == 1) return static_cast<float>(x);
+  else return __builtin_convertvector(x, F<N>);
+}
+// All bits of a lane where a comparison holds, none where it does not. (Of two numbers C++ makes a bool, of two vectors a mask.)
+template <int N, class Truth> INLINE U<N> mask(Truth truth) {
+  if constexpr (N == 1) return truth ? ~0u : 0u;
+  else return bits_as<U<N>>(truth);
+}
+template <int N> INLINE F<N> root(F<N> x) {  // IEEE 754 asks for the correctly rounded root, everywhere
+#if defined(__AVX512F__)
+  if constexpr (N == 16) return _mm512_sqrt_ps(x);
+#endif
+#if defined(__AVX__)
+  if constexpr (N == 8) return _mm256_sqrt_ps(x);
+#endif
+#if defined(__SSE__)
+  if constexpr (N == 4) return _mm_sqrt_ps(x);
+#endif
+  if constexpr (N == 1) {
+    return std::sqrt(x);
+  } else {
+    F<N> y;
+    for (int i = 0; i < N; ++i) y[i] = std::sqrt(x[i]);
+    return y;
+  }
+}
 
 // Bits of N words, plane after plane, as signs.
 template <int N> class Signs {
@@ -107,7 +140,7 @@ template <int N> class Signs {
   }
 
  private:
-  U<N> word_;
+  U<N> word_{};
 };
 
 // ----- 16-bit floats ----------------------------------------------------------------------------------------------------
@@ -307,10 +340,11 @@ template <class Work> void parallel(int threads, int64_t count, int64_t elements
 
 // ----- where the bits and the elements are ------------------------------------------------------------------------------
 
-struct Payload {  // a Packed: rows of `per_row` scales, then the words
+struct Payload {  // a Packed: rows of `per_row` scales (or none), then the words
   uint8_t* raw;
   int64_t row_stride;  // bytes
   int64_t per_row;     // blocks
+  bool scales = true;
 };
 
 struct Block {
@@ -322,7 +356,7 @@ INLINE Block block_of(const Payload& payload, int64_t block, int64_t lanes) {
   uint8_t* row = payload.raw + block / payload.per_row * payload.row_stride;
   const int64_t column = block % payload.per_row;
   return {reinterpret_cast<float*>(row) + column,
-          reinterpret_cast<uint32_t*>(row + payload.per_row * 4) + column * lanes};
+          reinterpret_cast<uint32_t*>(row + (payload.scales ? payload.per_row * 4 : 0)) + column * lanes};
 }
 
 // Asks for the words of a block that comes soon: too little per block for the hardware to see a stream in.
@@ -386,6 +420,15 @@ class Scratch {
   float* data_;
 };
 
+// The fp32 elements of a block, zeros where a span holds none: in place if it can be, else in `staged`.
+inline const float* whole_block(const Run& run, int64_t block_size, float* staged) {
+  if (run.data != nullptr && run.length == block_size && run.dtype == kFloat32) return static_cast<const float*>(run.data);
+  const int64_t held = run.data != nullptr ? run.length : 0;
+  if (held) to_float(run.data, run.dtype, held, staged);
+  std::memset(staged + held, 0, (block_size - held) * 4);
+  return staged;
+}
+
 // ----- tiles ------------------------------------------------------------------------------------------------------------
 
 // Calls tile.run<N, R>(lane) until all lanes are covered: wide tiles first, single lanes for odd widths last.
@@ -397,6 +440,17 @@ template <class Tile> INLINE void for_each_tile(int64_t lanes, Tile&& tile) {
   if (kNative > 4)
     for (; lane + 4 <= lanes; lane += 4) tile.template run<4, 1>(lane);
   for (; lane < lanes; ++lane) tile.template run<1, 1>(lane);
+}
+
+// Lets a tile, which works on whole blocks, update the fp32 elements that a span holds of one; they are its member `x`.
+template <class Tile> INLINE void update_run(const Run& run, int64_t block_size, float* staged, Tile tile) {
+  tile.x = static_cast<float*>(run.data);
+  if (run.length == block_size) return for_each_tile(block_size / kPlanes, tile);
+  std::memcpy(staged, run.data, run.length * 4);
+  std::memset(staged + run.length, 0, (block_size - run.length) * 4);
+  tile.x = staged;
+  for_each_tile(block_size / kPlanes, tile);
+  std::memcpy(run.data, staged, run.length * 4);
 }
 
 // acc[0:w-h] += acc[h:w] with h = (w+1)/2, until one lane is left.
@@ -566,15 +620,7 @@ template <Momentum M, bool G> void compress(int threads, const CompressArgs& x) 
         if (x.spans.data == nullptr) {
           worker.g = x.g + block * size;
         } else {
-          const Run run = cursor.at(block);
-          if (run.data != nullptr && run.length == size && run.dtype == kFloat32) {
-            worker.g = static_cast<const float*>(run.data);
-          } else {
-            const int64_t held = run.data != nullptr ? run.length : 0;
-            if (held) to_float(run.data, run.dtype, held, staged);
-            std::memset(staged + held, 0, (size - held) * 4);
-            worker.g = staged;
-          }
+          worker.g = whole_block(cursor.at(block), size, staged);
         }
       }
       quantize(worker, size, length, x.e + block * size, block_of(x.out, block, lanes), acc);
@@ -694,6 +740,239 @@ struct Unpack {
     const int64_t step = lanes, end = kPlanes * lanes + lane;
     for (int64_t i = lane; i < end; i += step)
       for (int v = 0; v < R; ++v) store<N>(to + i + v * N, signs[v].next(magnitude));
+  }
+};
+
+// ----- 1-bit LAMB -------------------------------------------------------------------------------------------------------
+
+struct LambFactors {  // of a block
+  float b1, i1, b2, o2, c2, eps, wd;
+  float old_scale, scale, t;  // t: alpha times scale
+};
+
+// ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (+-t)*r ; u = up + wd*x ; ratio = 1/(r*(sqrt(fresh*c2) + eps))
+struct LambUpdate {
+  int64_t lanes, length;
+  LambFactors f;
+  const uint32_t *words, *old_words;  // old_words: null where the old momentum is flat
+  const float *m_old, *r, *x;
+  float* fresh;
+  float *up_acc, *u_acc;
+  uint32_t* largest;  // per lane, as bits: for numbers >= 0 these are in the order of the values, and a NaN is above all
+
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
+  }
+
+  // Tiles of one vector: the arithmetic, a square root and two divisions worth of it, is what takes the time here.
+  template <int N> INLINE void one(int64_t lane) const {
+    Signs<N> sign, old_sign;
+    sign.begin(words + lane);
+    if (old_words != nullptr) old_sign.begin(old_words + lane);
+    F<N> up_sum{}, u_sum{};
+    U<N> top{};
+    const LambFactors k = f;
+    const float *const r_from = r, *const x_from = x, *const m_from = m_old;
+    float* const moments = fresh;
+    // in a block with padding N is 1
+    for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes) {
+      const U<N> bit = bits_as<U<N>>(sign.next(F<N>{})) & kSign;
+      const F<N> m = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(k.scale) ^ bit));
+      const F<N> m0 = old_words != nullptr ? old_sign.next(splat<N>(k.old_scale)) : load<N>(m_from + i);
+      const F<N> ghat = (m - k.b1 * m0) * k.i1;
+      const F<N> learned = k.b2 * load<N>(moments + i) + k.o2 * (ghat * ghat);
+      store<N>(moments + i, learned);
+      const F<N> reciprocal = load<N>(r_from + i);
+      const F<N> up = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(k.t) ^ bit)) * reciprocal;
+      const F<N> u = up + k.wd * load<N>(x_from + i);
+      up_sum = up_sum + up * up;
+      u_sum = u_sum + u * u;
+      const F<N> ratio = 1.0f / (reciprocal * (root<N>(learned * k.c2) + k.eps));
+      const U<N> seen = bits_as<U<N>>(ratio) & mask<N>(reciprocal > F<N>{});
+      const U<N> above = mask<N>(seen > top);
+      top = (seen & above) | (top & ~above);
+    }
+    store<N>(up_acc + lane, up_sum);
+    store<N>(u_acc + lane, u_sum);
+    store<N>(largest + lane, top);
+  }
+};
+
+// x = x - step*u with u = (+-t)*r + wd*x
+struct LambApply {
+  int64_t lanes;
+  float t, wd, step;
+  const uint32_t* words;
+  const float* r;
+  float* x;
+
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    Signs<N> signs[R];
+    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
+    const F<N> factor = splat<N>(t);
+    const float wd_ = wd, step_ = step;
+    const float* const from = r;
+    float* const to = x;
+    for (int64_t i = lane; i < kPlanes * lanes; i += lanes)
+      for (int v = 0; v < R; ++v) {
+        const F<N> weight = load<N>(to + i + v * N);
+        const F<N> up = signs[v].next(static_cast<F<N>>(factor * load<N>(from + i + v * N)));
+        store<N>(to + i + v * N, weight - step_ * (up + wd_ * weight));
+      }
+  }
+};
+
+// ----- BinSGDM ----------------------------------------------------------------------------------------------------------
+
+template <int N> INLINE U<N> mix(U<N> x) {  // counter_rng._mix32
+  x = x ^ (x >> 16);
+  x = x * 0x7feb352du;
+  x = x ^ (x >> 15);
+  x = x * 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+struct Key {
+  uint32_t k0, k1;
+  uint32_t of_block(int64_t block) const { return mix<1>(static_cast<uint32_t>(block) ^ k0); }
+};
+
+// The hashes of N elements from `first` on, by what Key::of_block says of their block.
+template <int N> INLINE U<N> draws(uint32_t per_block, uint32_t k1, int64_t first) {
+  U<N> element = splat<N>(static_cast<uint32_t>(first));
+  if constexpr (N > 1)
+    for (int j = 0; j < N; ++j) element[j] += static_cast<uint32_t>(j);
+  return mix<N>(static_cast<U<N>>((per_block + element * 0x9e3779b9u) ^ k1));
+}
+
+template <int N> INLINE F<N> uniform(U<N> h) {  // (2*(h >> 9) + 1 - 2^23) * 2^-23
+  const U<N> odd = (h >> 9) * 2u + 1u - (1u << 23);
+  return to_floats<N>(bits_as<I<N>>(odd)) * 0x1p-23f;
+}
+
+// Bits of a block's padding are 0.
+inline void clear_padding(uint32_t* words, int64_t length, int64_t lanes) {
+  for (int64_t i = std::max<int64_t>(0, length); i < kPlanes * lanes; ++i) words[i % lanes] &= ~(1u << (i / lanes));
+}
+
+// m = b*m + o*g ; a = b*a + o*|g| ; negative where not m > a*U (a*U: U where a is 0)
+struct Sample {
+  int64_t lanes;
+  float b, o;
+  const float* g;
+  float *m, *a;
+  uint32_t per_block, k1;
+  uint32_t* words;
+
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
+  }
+  template <int N> INLINE void one(int64_t lane) const {
+    U<N> word{};
+    const float keep = b, add = o;
+    float *const to_m = m, *const to_a = a;
+    const float* const from = g;
+    for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
+      const F<N> gradient = load<N>(from + i);
+      const F<N> moment = keep * load<N>(to_m + i) + add * gradient;
+      const F<N> size = keep * load<N>(to_a + i) + add * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
+      store<N>(to_m + i, moment);
+      store<N>(to_a + i, size);
+      const U<N> empty = mask<N>(size == F<N>{});
+      const U<N> unit = (bits_as<U<N>>(size) & ~empty) | (splat_bits<N>(1.0f) & empty);
+      const F<N> threshold = bits_as<F<N>>(unit) * uniform<N>(draws<N>(per_block, k1, i));
+      word = (word >> 1) | (~mask<N>(moment > threshold) & kSign);
+    }
+    store<N>(words + lane, word);
+  }
+};
+
+enum Mode : int { kRandom = 0, kMajority = 1, kMean = 2 };
+
+struct Vote {
+  int64_t lanes;
+  int rows, mode, planes;
+  const uint32_t* const* received;
+  uint32_t per_block, k1;
+  uint32_t* out;
+
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
+  }
+  template <int N> INLINE U<N> negatives(int64_t lane, int plane) const {
+    U<N> count{};
+    for (int row = 0; row < rows; ++row) count = count + ((load<N>(received[row] + lane) >> plane) & 1u);
+    return count;
+  }
+  template <int N> INLINE void one(int64_t lane) const {
+    if (mode == kMean) {
+      for (int p = 0; p < planes; ++p) {
+        U<N> word{};
+        for (int plane = 0; plane < kPlanes; ++plane) word = (word >> 1) | ((negatives<N>(lane, plane) >> p) << 31);
+        store<N>(out + p * lanes + lane, word);
+      }
+      return;
+    }
+    U<N> word{};
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      const U<N> h = draws<N>(per_block, k1, plane * lanes + lane);
+      const I<N> balance = bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(rows) - 2u * negatives<N>(lane, plane)));
+      U<N> negative;
+      if (mode == kRandom) {
+        negative = ~mask<N>(to_floats<N>(balance) > static_cast<float>(rows) * uniform<N>(h));
+      } else {
+        negative = mask<N>(balance < I<N>{}) | (mask<N>(balance == I<N>{}) & h);  // a tie: the top bit of the hash
+      }
+      word = (word >> 1) | (negative & kSign);
+    }
+    store<N>(out + lane, word);
+  }
+};
+
+// x = x*decay + lr*ubar where live, x*decay + 0 elsewhere
+struct ApplyVotes {
+  int64_t lanes;
+  float decay, lr;
+  int planes, mean_of;  // 0: ubar is +-1
+  float share;
+  const uint32_t *words, *live;
+  float* x;
+
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
+  }
+  template <int N> INLINE void one(int64_t lane) const {
+    const U<N> alive = load<N>(live + lane);
+    const float keep = decay;
+    float* const to = x;
+    for (int plane = 0; plane < kPlanes; ++plane) {
+      F<N> ubar;
+      if (mean_of == 0) {
+        ubar = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | (load<N>(words + lane) >> plane) << 31));
+      } else {
+        U<N> count{};
+        for (int p = 0; p < planes; ++p) count = count + (((load<N>(words + p * lanes + lane) >> plane) & 1u) << p);
+        ubar = to_floats<N>(bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(mean_of) - 2u * count))) * share;
+      }
+      const U<N> takes_part = U<N>{} - ((alive >> plane) & 1u);
+      const F<N> delta = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(static_cast<F<N>>(lr * ubar)) & takes_part));
+      float* const at = to + plane * lanes + lane;
+      store<N>(at, load<N>(at) * keep + delta);
+    }
+  }
+};
+
+struct MarkLive {
+  int64_t lanes;
+  const float* a;
+  uint32_t* words;
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    for (int v = 0; v < R; ++v) {
+      U<N> word{};
+      for (int64_t i = lane + v * N; i < kPlanes * lanes; i += lanes)
+        word = (word >> 1) | (mask<N>(load<N>(a + i) > F<N>{}) & kSign);
+      store<N>(words + lane + v * N, word);
+    }
   }
 };
 
@@ -857,17 +1136,179 @@ EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, i
       const Block in = block_of(packed, block, lanes);
       prefetch_words<false>(packed, block, lanes);
       // every block of a span belongs to one parameter, hence one group, hence one decay
-      ApplyAdam apply{lanes, decay[run.first_block], alpha[block] * *in.scale, in.words, r + block * block_size,
-                      static_cast<float*>(run.data)};
-      if (run.length == block_size) {
-        for_each_tile(lanes, apply);
+      const float t = alpha[block] * *in.scale;
+      update_run(run, block_size, staged, ApplyAdam{lanes, decay[run.first_block], t, in.words, r + block * block_size, nullptr});
+    }
+  });
+}
+
+// factors: 8 rows of one fp32 per block (b1, i1, b2, o2, c2, eps, alpha, wd); out: 3 fp32 per block, and 0 where there is no tensor
+EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
+                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* new_raw,
+                               int64_t new_stride, int64_t new_per_row, const float* old, uint8_t* old_raw, int64_t old_stride,
+                               int64_t old_per_row, const float* r, float* fresh, const float* factors, float* out) {
+  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+  const Payload now{new_raw, new_stride, new_per_row}, before{old_raw, old_stride, old_per_row};
+  const int64_t lanes = block_size / kPlanes;
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    Scratch up(lanes), u(lanes), largest(lanes), staged(block_size);
+    SpanCursor cursor(table, block_size, first);
+    for (int64_t block = first; block < last; ++block) {
+      const Run run = cursor.at(block);
+      float* const result = out + 3 * block;
+      result[0] = result[1] = result[2] = 0.0f;
+      if (run.data == nullptr || run.length == 0) continue;
+      const auto factor = [&](int row) { return factors[row * blocks + block]; };
+      const Block in = block_of(now, block, lanes);
+      LambUpdate update{};
+      update.lanes = lanes;
+      update.length = run.length;
+      update.f = {factor(0), factor(1), factor(2), factor(3), factor(4), factor(5), factor(7), 0.0f, *in.scale, factor(6) * *in.scale};
+      update.words = in.words;
+      if (old_raw != nullptr) {
+        const Block was = block_of(before, block, lanes);
+        update.f.old_scale = *was.scale;
+        update.old_words = was.words;
       } else {
-        std::memcpy(staged, run.data, run.length * 4);
-        std::memset(staged + run.length, 0, (block_size - run.length) * 4);
-        apply.x = staged;
-        for_each_tile(lanes, apply);
-        std::memcpy(run.data, staged, run.length * 4);
+        update.m_old = old + block * block_size;
       }
+      update.r = r + block * block_size;
+      update.x = whole_block(run, block_size, staged);
+      update.fresh = fresh + block * block_size;
+      update.up_acc = up;
+      update.u_acc = u;
+      update.largest = reinterpret_cast<uint32_t*>(static_cast<float*>(largest));
+      if (run.length == block_size) {
+        for_each_tile(lanes, update);
+      } else {
+        for (int64_t lane = 0; lane < lanes; ++lane) update.one<1>(lane);
+      }
+      result[0] = fold_lanes(up, lanes);
+      result[1] = fold_lanes(u, lanes);
+      result[2] = bits_as<float>(*std::max_element(update.largest, update.largest + lanes));
+    }
+  });
+}
+
+EXPORT void onebit_lamb_apply(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
+                              const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* raw,
+                              int64_t stride, int64_t per_row, const float* r, const float* alpha, const float* wd,
+                              const float* step) {
+  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+  const Payload packed{raw, stride, per_row};
+  const int64_t lanes = block_size / kPlanes;
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    Scratch staged(block_size);
+    SpanCursor cursor(table, block_size, first);
+    for (int64_t block = first; block < last; ++block) {
+      const Run run = cursor.at(block);
+      if (run.data == nullptr) continue;
+      const Block in = block_of(packed, block, lanes);
+      prefetch_words<false>(packed, block, lanes);
+      update_run(run, block_size, staged, LambApply{lanes, alpha[block] * *in.scale, wd[run.first_block], step[run.first_block],
+                                                   in.words, r + block * block_size, nullptr});
+    }
+  });
+}
+
+// spans: weights (fp32); g: gradients of the same spans; factors: 4 rows of one fp32 per block (b1, o1, lr, decay)
+EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
+                              const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
+                              void* const* g_data, const uint8_t* g_dtype, float* m, float* u, const float* r, float* anchor,
+                              const float* factors) {
+  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+  const Spans gradients{spans, span_block, span_numel, g_data, g_dtype};
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    Scratch staged(block_size);
+    SpanCursor cursor(table, block_size, first), gradient_cursor(gradients, block_size, first);
+    for (int64_t block = first; block < last; ++block) {
+      const Run run = cursor.at(block), gradient = gradient_cursor.at(block);
+      if (run.data == nullptr) continue;
+      const auto factor = [&](int row) { return factors[row * blocks + run.first_block]; };
+      const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3);
+      const int64_t at = block * block_size;
+      const float* const g = whole_block(gradient, block_size, staged);
+      float* __restrict x = static_cast<float*>(run.data);
+      float *__restrict mb = m + at, *__restrict ub = u + at, *__restrict ab = anchor + at;
+      const float* __restrict rb = r + at;
+      for (int64_t i = 0; i < run.length; ++i) {
+        const float moment = b1 * mb[i] + o1 * g[i];
+        const float p = lr * moment;
+        mb[i] = moment;
+        ub[i] = ub[i] + p;
+        x[i] = x[i] * decay - p * rb[i];
+        ab[i] = ab[i] * decay;
+      }
+    }
+  });
+}
+
+// g: flat, or null where the spans are given; out: bits without scales
+EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* b, const float* o,
+                          const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
+                          void* const* span_data, const uint8_t* span_dtype, float* m, float* a, uint32_t k0, uint32_t k1,
+                          int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
+  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+  const Payload out{out_raw, out_stride, out_per_row, false};
+  const Key key{k0, k1};
+  const int64_t lanes = block_size / kPlanes;
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    Scratch staged(block_size);
+    SpanCursor cursor(table, block_size, first);
+    for (int64_t block = first; block < last; ++block) {
+      const int64_t at = block * block_size;
+      const float* from = g != nullptr ? g + at : whole_block(cursor.at(block), block_size, staged);
+      uint32_t* const words = block_of(out, block, lanes).words;
+      for_each_tile(lanes, Sample{lanes, b[block], o[block], from, m + at, a + at, key.of_block(first_block + block), k1, words});
+      clear_padding(words, lengths[block], lanes);
+    }
+  });
+}
+
+// out: `planes` words of each lane for each block
+EXPORT void onebit_vote(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
+                        const int32_t* lengths, int mode, uint32_t k0, uint32_t k1, int64_t first_block, int planes,
+                        uint32_t* out) {
+  const Payload received{in_raw, in_stride, per_row, false};
+  const Key key{k0, k1};
+  const int64_t lanes = block_size / kPlanes;
+  parallel(threads, per_row, block_size, [&](int64_t first, int64_t last) {
+    std::vector<const uint32_t*> words(rows);
+    for (int64_t block = first; block < last; ++block) {
+      for (int row = 0; row < rows; ++row) words[row] = block_of(received, row * per_row + block, lanes).words;
+      uint32_t* const to = out + block * planes * lanes;
+      for_each_tile(lanes, Vote{lanes, rows, mode, planes, words.data(), key.of_block(first_block + block), k1, to});
+      for (int p = 0; p < planes; ++p) clear_padding(to + p * lanes, lengths[block], lanes);
+    }
+  });
+}
+
+// mean_of: 0, or how many voted where the words are planes of counts
+EXPORT void onebit_apply_votes(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
+                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
+                               const uint32_t* words, int planes, const uint32_t* live, int mean_of, float share,
+                               const float* decay, const float* lr) {
+  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+  const int64_t lanes = block_size / kPlanes;
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    Scratch staged(block_size);
+    SpanCursor cursor(table, block_size, first);
+    for (int64_t block = first; block < last; ++block) {
+      const Run run = cursor.at(block);
+      if (run.data == nullptr) continue;
+      update_run(run, block_size, staged, ApplyVotes{lanes, decay[run.first_block], lr[block], planes, mean_of, share,
+                                                     words + block * planes * lanes, live + block * lanes, nullptr});
+    }
+  });
+}
+
+EXPORT void onebit_mark_live(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
+                             uint32_t* words) {
+  const int64_t lanes = block_size / kPlanes;
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) {
+      for_each_tile(lanes, MarkLive{lanes, a + block * block_size, words + block * lanes});
+      clear_padding(words + block * lanes, lengths[block], lanes);
     }
   });
 }
