@@ -130,7 +130,7 @@ def fit(pl: Any, algorithm: str, folder: str | None, **kwargs: Any) -> dict[str,
         strategy,
         precision=precision,
         callbacks=callbacks,
-        enable_checkpointing=folder is not None,
+        enable_checkpointing=any(isinstance(c, pl.callbacks.ModelCheckpoint) for c in callbacks),
         **{"max_steps": STEPS, "max_epochs": 9, **kwargs},
     )
     with warnings.catch_warnings(record=True) as caught:
