@@ -218,6 +218,13 @@ class OnebitMixin(_Base):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
         _check_hierarchy(hierarchical, ranks_per_node)
+        if timeout is not None and not isinstance(timeout, timedelta):
+            raise TypeError(
+                f"timeout={timeout!r} must be a datetime.timedelta or None, not {type(timeout).__name__}; give "
+                "timedelta(minutes=30), say"
+            )
+        if timeout is not None and timeout <= timedelta(0):
+            raise ValueError(f"timeout={timeout!r} must be longer than nothing; give timedelta(minutes=30), say")
         self._hierarchical = hierarchical
         self._ranks_per_node = ranks_per_node
         self._other_optimizers = other_optimizers

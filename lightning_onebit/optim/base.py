@@ -1016,6 +1016,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         if self._plan is None:
             self._build()
             return
+        self._check_parameter_list()
         known = set(self._slots) | set(self._dense)
         fresh = [i for i, p in enumerate(self._params) if p.requires_grad and i not in known]
         if fresh:
@@ -1028,6 +1029,17 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._build()
         elif self._transport is None:
             self._reconnect()
+
+    def _check_parameter_list(self) -> None:
+        """State is laid out for the parameters there were: groups that were edited by hand would silently not be trained."""
+        listed = [p for group in self.param_groups for p in group["params"]]
+        if len(listed) != len(self._params) or any(
+            p is not known for p, known in zip(listed, self._params, strict=True)
+        ):
+            raise RuntimeError(
+                f"the parameters in {type(self).__name__}.param_groups are not those of the last step ({len(listed)} now, "
+                f"{len(self._params)} then); add parameters with add_param_group(), and make a new optimizer to remove or replace some"
+            )
 
     def _reconnect(self) -> None:
         """Connects; where nothing but the connection is new, state that differs by rank stays exactly as it is."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_onebit.comm import SimulatedGroup
 from lightning_onebit.kernels import BACKENDS
 
 
@@ -77,6 +78,10 @@ def check_betas(betas: Any) -> None:
         check_number(f"betas[{index}]", beta, least=0, below=1)
 
 
+def _is_group(value: Any) -> bool:
+    return isinstance(value, SimulatedGroup) or (dist.is_available() and isinstance(value, dist.ProcessGroup))
+
+
 @dataclass(frozen=True, kw_only=True)
 class CommonOptions:
     """Options of every optimizer; validated on construction.
@@ -119,6 +124,11 @@ class CommonOptions:
         if self.block_size % 32:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 32 (one word of sign bits); try 2048")
         check_number("max_grad_norm", self.max_grad_norm, above=0, optional=True)
+        if self.process_group is not None and not _is_group(self.process_group):
+            raise TypeError(
+                f"process_group={self.process_group!r} must be a group of torch.distributed that this process is a member of, or None "
+                f"for the default group, not {type(self.process_group).__name__}"
+            )
         check_flag("force_compression", self.force_compression)
         check_number("bucket_mb", self.bucket_mb, above=0)
         check_integer("max_consecutive_skips", self.max_consecutive_skips, least=1)
