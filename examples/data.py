@@ -1,7 +1,7 @@
-"""Text that every Python installation has: the source of its standard library, as bytes.
+"""Real data without downloads: the text of the Python standard library, its manual, and scikit-learn's digits.
 
-Nothing is downloaded. The corpus depends on the Python version it is read from (the standard library changes), so
-losses are comparable between runs of one interpreter, not between interpreters.
+The texts depend on the Python version they are read from (the standard library changes), so losses are comparable
+between runs of one interpreter, not between interpreters.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, TensorDataset
 
 VOCABULARY = 256
 """A byte is a token."""
@@ -78,6 +78,39 @@ def load_corpus(
         for part, size in zip(parts, sizes, strict=True)
     )
     return train, validation
+
+
+def load_manual(validation_share: float = 0.1) -> tuple[Tensor, Tensor]:
+    """Read the topics of Python's interactive help: English prose, which ``load_corpus`` leaves out.
+
+    Args:
+        validation_share: Share of the topics that is held out.
+
+    Returns:
+        Training and validation text, uint8 tensors of shape ``(bytes,)``.
+    """
+    from pydoc_data.topics import topics
+
+    names = sorted(topics, key=lambda name: hashlib.sha256(name.encode()).digest())
+    held_out = max(1, round(validation_share * len(names)))
+    parts = ("\n\n".join(topics[name] for name in chosen) for chosen in (names[held_out:], names[:held_out]))
+    train, validation = (torch.tensor(list(part.encode()), dtype=torch.uint8) for part in parts)
+    return train, validation
+
+
+def load_digits() -> tuple[TensorDataset, TensorDataset]:
+    """Read scikit-learn's handwritten digits.
+
+    Returns:
+        1,347 training and 450 validation pairs: an fp32 image of shape ``(64,)`` in [0, 1], and its int64 label.
+    """
+    from sklearn import datasets
+
+    digits = datasets.load_digits()
+    order = torch.randperm(len(digits.target), generator=torch.Generator().manual_seed(0))
+    images = (torch.from_numpy(digits.data).float() / 16)[order]
+    labels = torch.from_numpy(digits.target).long()[order]
+    return TensorDataset(images[:1347], labels[:1347]), TensorDataset(images[1347:], labels[1347:])
 
 
 class TextWindows(Dataset[Tensor]):

@@ -321,7 +321,8 @@ def parser() -> argparse.ArgumentParser:
     add = options.add_argument
     add("--strategy", default="onebit_adam", help="Lightning strategy by name, such as ddp or onebit_adam")
     add("--accelerator", default="cpu", help="Lightning accelerator")
-    add("--devices", type=int, default=2, help="processes")
+    add("--devices", type=int, default=2, help="processes per machine")
+    add("--num-nodes", type=int, default=1, help="machines; slurm.sbatch and multi_node.sh start them")
     add("--steps", type=int, default=300, help="optimizer steps")
     add("--batch-size", type=int, default=8, help="windows per process and micro-batch")
     add("--context", type=int, default=128, help="bytes per window")
@@ -374,6 +375,7 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = pl.Trainer(
         accelerator=options.accelerator,
         devices=options.devices,
+        num_nodes=options.num_nodes,
         strategy=options.strategy,
         max_steps=options.steps,
         max_epochs=-1,

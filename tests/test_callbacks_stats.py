@@ -21,6 +21,7 @@ from lightning_onebit.callbacks.stats import (
     format_bytes,
     format_ratio,
 )
+from lightning_onebit.optim import OnebitAdam
 
 
 def _train(callback: Any, optimizers: list[Any], steps: int, *, freeze_after: int = 2, trainer: Any = None) -> Any:
@@ -187,6 +188,13 @@ def test_the_residual_is_read_at_its_interval_and_in_compressed_steps_only(every
     values = [values["onebit/residual_ratio"] for values in module.logged if "onebit/residual_ratio" in values]
     assert len(reads) == len(values) == expected
     assert all(0 < value < 100 for value in values)
+
+
+def test_an_optimizer_whose_groups_are_all_dense_has_no_residual() -> None:
+    parameters = [{"params": [torch.nn.Parameter(torch.randn(33, 5))], "compress": False}]
+    optimizer = OnebitAdam(parameters, force_compression=True, kernels="reference")
+    _, module = _train(CompressionStatsMixin(1), [optimizer], 4)
+    assert [values.get("onebit/residual_ratio") for values in module.logged] == [None, None, 0.0, 0.0]
 
 
 def test_skipped_steps_are_counted() -> None:

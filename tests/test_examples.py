@@ -7,8 +7,10 @@ import csv
 import io
 import itertools
 import json
+import logging
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from harness import run_ranks
+from lightning_support import enter
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES = ROOT / "examples"
@@ -274,3 +278,179 @@ def test_cli_trains_from_configuration(config: str, extra: list[str], converted:
     # 20 % of 10 steps dense, the rest compressed; the line is the statistics callback's
     assert re.search(r"OnebitAdam +2 +8 +0 ", printed), printed[-3000:]
     assert ("AdamW is converted to OnebitAdam" in printed) is converted
+
+
+@pytest.mark.parametrize("algorithm", ["onebit_lamb", "zero_one_adam", "binsgdm"])
+def test_every_algorithm_has_a_configuration(algorithm: str) -> None:
+    """Parsed as the command line parses it, and it names its algorithm; one of them trains below."""
+    config = yaml.safe_load((EXAMPLES / "cli" / f"{algorithm}.yaml").read_text())
+    strategy = config["trainer"]["strategy"]
+    assert algorithm in (strategy, strategy["init_args"]["algorithm"] if isinstance(strategy, dict) else "")
+    assert config["trainer"]["devices"] == 2 and config["trainer"]["accelerator"] == "cpu"
+
+
+def test_cli_trains_zero_one_adam_from_configuration(tmp_path: Path) -> None:
+    config = str(EXAMPLES / "cli" / "zero_one_adam.yaml")
+    short = ["--trainer.strategy.init_args.var_freeze_step", "4", "--trainer.strategy.init_args.local_step_scaler", "2"]
+    printed = run([str(EXAMPLES / "cli" / "main.py"), "fit", "--config", config, *SMALL_CLI, *short], tmp_path)
+    assert re.search(r"ZeroOneAdam +4 +6 +0 ", printed), printed[-3000:]
+
+
+# ----- the other examples, each as it is, but smaller -------------------------------------------------------------------
+
+
+def example(rank: int, world: int, name: str, arguments: list[str], folder: str) -> str:
+    """Runs an example's ``main`` as one rank of a launched job; returns what it printed and logged."""
+    import importlib
+
+    enter(rank)
+    os.chdir(folder)
+    printed = io.StringIO()
+    from lightning_utilities.core import rank_zero
+
+    logger = rank_zero.log  # what rank_zero_info, and so the callbacks, report through
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(printed))
+    with contextlib.redirect_stdout(printed):
+        importlib.import_module(name).main(arguments)
+    return printed.getvalue()
+
+
+def output_of(name: str, arguments: list[str], folder: Path) -> str:
+    """What rank 0 of two says."""
+    return run_ranks(example, 2, name, arguments, str(folder), timeout=150)[0]
+
+
+def test_digits_learns_with_the_automatic_freeze(tmp_path: Path) -> None:
+    printed = output_of("digits", ["--epochs", "6"], tmp_path)
+    found = re.search(r"validation loss ([\d.]+), accuracy ([\d.]+) %", printed)
+    assert found, printed[-3000:]
+    assert float(found[2]) > 85, "ten classes: 10 % is chance"
+    assert re.search(r"OnebitAdam +25 +101 +0 ", printed), "20 % of 126 steps are dense, the rest compressed"
+
+
+def test_masked_model_trains_with_lamb_at_batches_by_accumulation(tmp_path: Path) -> None:
+    small = ["--steps", "8", "--batch-size", "4", "--accumulate", "3", "--context", "32", "--layers", "1"]
+    small += ["--width", "32", "--train-bytes", "65536"]
+    printed = output_of("bert_mlm_lamb", small, tmp_path)
+    assert "24 windows per step, replicas identical" in printed
+    assert re.search(r"OnebitLamb +2 +6 +0 ", printed), printed[-3000:]
+    assert float(re.findall(r"validation loss ([\d.]+)", printed)[-1]) < 5.6, "log(256) = 5.55 before training"
+
+
+def test_bytes_are_hidden_as_bert_hides_words() -> None:
+    from bert_mlm_lamb import HIDDEN, hide
+
+    tokens = torch.randint(256, (400, 500))
+    inputs, guessed = hide(tokens, torch.Generator().manual_seed(0))
+    assert float(guessed.float().mean()) == pytest.approx(0.15, abs=0.005)
+    assert torch.equal(inputs[~guessed], tokens[~guessed]), "what is not to be guessed is left alone"
+    assert float((inputs[guessed] == HIDDEN).float().mean()) == pytest.approx(0.8, abs=0.01)
+    assert float((inputs[guessed] == tokens[guessed]).float().mean()) == pytest.approx(0.1, abs=0.01)
+
+
+def test_fine_tuning_goes_on_from_the_weights_with_another_algorithm(tmp_path: Path) -> None:
+    small = ["--steps", "10", "--tune-steps", "16", "--batch-size", "4", "--context", "32", "--layers", "1"]
+    printed = output_of("finetune", [*small, "--width", "32"], tmp_path)
+    before, after = map(float, re.findall(r"English: ([\d.]+) before, ([\d.]+) after", printed)[0])
+    assert after < before, printed[-3000:]
+    assert re.search(r"OnebitAdam +2 +8 +0 ", printed) and re.search(r"ZeroOneAdam +4 +12 +0 ", printed)
+    assert "replicas identical" in printed
+    folder = tmp_path / "demo_out" / "finetune"
+    assert (folder / "pretrained.ckpt").is_file()
+    assert len(list((folder / "pretrained.ckpt.onebit").rglob("rank-*.pt"))) == 2, "residuals lie beside it"
+
+
+def test_manual_has_no_file_in_common_with_the_corpus() -> None:
+    train, validation = data.load_manual()
+    assert train.numel() > 5 * validation.numel() > 5000
+    assert b"assert_stmt" in bytes(torch.cat([train, validation]).numpy())
+
+
+def test_gan_trains_two_compressed_optimizers_by_hand(tmp_path: Path) -> None:
+    printed = output_of("gan_manual_optimization", ["--epochs", "1", "--freeze-step", "8"], tmp_path)
+    assert "replicas identical" in printed
+    rows = re.findall(r"(\w+) ([01]) +(\d+) +(\d+) +0 ", printed)
+    assert [row[1] for row in rows] == ["0", "1"], printed[-3000:]
+    assert all((dense, compressed) == ("8", "13") for _, _, dense, compressed in rows)
+
+
+def test_plain_torch_starts_itself_and_resumes(tmp_path: Path) -> None:
+    printed = run([str(EXAMPLES / "plain_torch.py"), "--epochs", "4"], tmp_path)
+    assert "replicas identical" in printed
+    dense, compressed = map(int, re.findall(r"(\d+) dense and (\d+) compressed steps", printed)[0])
+    assert dense + compressed == 84, "the ledger goes on after the resume"
+    assert dense == 16
+    assert float(re.findall(r"accuracy ([\d.]+)", printed)[0]) > 80
+
+
+# ----- several machines -------------------------------------------------------------------------------------------------
+
+TINY = [*SMALL_MODEL, *SMALL_DATA, "--steps", "4", "--freeze-fraction", "0.5", "--warmup-steps", "2"]
+
+
+def shell(command: list[str], folder: Path, **environment: str) -> str:
+    """Runs a script with this interpreter as ``python``."""
+    (folder / "bin").mkdir(exist_ok=True)
+    python = folder / "bin" / "python"
+    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    python.chmod(0o755)
+    path = f"{folder / 'bin'}:{os.environ['PATH']}"
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**alone(), "OMP_NUM_THREADS": "1", "PATH": path, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-5000:]
+    return done.stdout
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def test_script_for_several_machines_starts_the_training_with_torchrun(tmp_path: Path) -> None:
+    """One machine with two processes plays the only node; more of them need more machines."""
+    shell(
+        ["bash", str(EXAMPLES / "multi_node.sh"), *TINY, "--out", str(tmp_path / "out")],
+        tmp_path,
+        **{"NODES": "1", "NODE_RANK": "0", "HEAD": "127.0.0.1", "DEVICES": "2", "PORT": free_port()},
+    )
+    record = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (record["ranks"], record["dense_steps"], record["replicas_identical"]) == (2, 2, True)
+
+
+def test_slurm_script_starts_one_task_per_rank(tmp_path: Path) -> None:
+    """``srun`` is played by a script that sets what Slurm sets: two nodes of one task each, both on this machine."""
+    (tmp_path / "bin").mkdir()
+    srun = tmp_path / "bin" / "srun"
+    srun.write_text(
+        "#!/bin/bash\nset -e\nfor task in 0 1; do\n"
+        'SLURM_PROCID=$task SLURM_NODEID=$task SLURM_LOCALID=0 "$@" & pids+=($!)\ndone\n'
+        'for pid in "${pids[@]}"; do wait "$pid"; done\n'
+    )
+    srun.chmod(0o755)
+    slurm = {
+        "SLURM_JOB_ID": "1",
+        "SLURM_JOB_NAME": "onebit",
+        "SLURM_NTASKS": "2",
+        "SLURM_NNODES": "2",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NODELIST": "localhost",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+    }
+    shell(
+        ["bash", str(EXAMPLES / "slurm.sbatch"), *TINY, "--out", str(tmp_path / "out")],
+        tmp_path,
+        **{**slurm, "ACCELERATOR": "cpu", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()},
+    )
+    record = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert (record["ranks"], record["dense_steps"], record["replicas_identical"]) == (2, 2, True)

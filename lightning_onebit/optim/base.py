@@ -416,7 +416,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def residual_ratio(self) -> float:
         """Norm of this rank's worker residual relative to the norm of the momentum; 0.0 before the first exchange (a pass over memory)."""
-        if self._worker_residual is None:
+        if self._worker_residual is None or not self._worker_residual.numel():
             return 0.0
         squares = sum(float(self._momentum_energy(bucket).sum()) for bucket in self._buckets())
         # hierarchical ranks hold 1/K of the residual
