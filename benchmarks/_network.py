@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -122,9 +123,10 @@ class SlowNetwork:
                 )
             )
         failed = None
+        deadline = time.monotonic() + timeout
         try:
             for host, process in enumerate(self._processes):
-                if process.wait(timeout) and failed is None:
+                if process.wait(max(0.1, deadline - time.monotonic())) and failed is None:
                     failed = f"host {host} ended with status {process.returncode}"
         except subprocess.TimeoutExpired:
             failed = f"not finished after {timeout:g} s"

@@ -1,10 +1,11 @@
-"""Whole training steps over a real slow network: 1-bit Adam against DDP, its fp16 hook and PowerSGD.
+"""Whole training steps over a real slow network: 1-bit Adam against DDP, its fp16 hook, PowerSGD and DeepSpeed's 1-bit Adam.
 
-    sudo python benchmarks/slow_network.py --hosts 2 --bandwidth 1000 100
+    sudo python benchmarks/slow_network.py --hosts 2 4 --bandwidth 1000 100
+    sudo python benchmarks/slow_network.py --deepspeed-python /path/to/python ...     # a Python that has deepspeed==0.19.6
 
 Sets up one network namespace per host, joined by a switch and shaped with tbf, and always tears it down. All methods train the
 same transformer on the same batches in one process per host, one after the other in every round, so that a machine whose speed
-drifts drifts for all of them. Reported are medians, and ratios to DDP.
+drifts drifts for all of them. DeepSpeed runs afterwards in processes of its own environment. Reported are medians, and ratios to DDP.
 """
 
 from __future__ import annotations
@@ -24,6 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 METHODS = ("none", "ddp", "ddp_fp16", "powersgd1", "powersgd2", "powersgd4", "onebit", "onebit_backward")
+LABELS = {"none": "no communication", "ddp": "DDP", "ddp_fp16": "DDP, fp16 hook", "onebit": "1-bit Adam"}
+LABELS |= {f"powersgd{rank}": f"PowerSGD, rank {rank}" for rank in (1, 2, 4)}
+LABELS |= {"onebit_backward": "1-bit Adam, overlapped", "deepspeed": "DeepSpeed OnebitAdam*"}
 
 
 @dataclass
@@ -84,6 +88,10 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
     def loss(net: Any, x: Any, y: Any) -> Any:
         return cross_entropy(net(x).flatten(0, 1), y.flatten())
 
+    if name == "deepspeed":
+        from _deepspeed_peer import make_step
+
+        return make_step(model, loss, freeze_step=2)
     nothing: Callable[[], dict[str, Any]] = dict
     if name.startswith("onebit"):
         from lightning_onebit.optim import OnebitAdam
@@ -125,8 +133,15 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
     if name.startswith("powersgd"):
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+        def one_at_a_time(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations
+            # Its later rounds are issued by gloo's threads as earlier ones complete: with two buckets under way, in another order
+            # on every rank, which hangs or breaks off. So each bucket is waited for.
+            future = powerSGD_hook(state, bucket)
+            future.wait()
+            return future
+
         state = PowerSGDState(dist.group.WORLD, matrix_approximation_rank=int(name[8:]), start_powerSGD_iter=2)
-        net.register_comm_hook(state, powerSGD_hook)
+        net.register_comm_hook(state, one_at_a_time)
 
     def dense_step(x: Any, y: Any) -> None:
         loss(net, x, y).backward()
@@ -189,16 +204,26 @@ def worker(setting: Setting, out: Path) -> None:
 # ----- driver --------------------------------------------------------------------------------------------------------------
 
 
-def measure(setting: Setting, hosts: int, timeout: float) -> dict[str, Any]:
-    """Runs the workers over a shaped network of their own."""
+def measure(setting: Setting, hosts: int, timeout: float, deepspeed_python: str | None = None) -> dict[str, Any]:
+    """Runs the workers over a shaped network of their own, then those of DeepSpeed's environment if there is one."""
     from _network import SlowNetwork
 
     with tempfile.TemporaryDirectory() as folder, SlowNetwork(hosts, setting.megabits) as network:
         out = Path(folder) / "result.json"
-        command = [sys.executable, __file__, "--worker", json.dumps(asdict(setting)), "--out", str(out)]
         threads = max(1, (os.cpu_count() or 1) // hosts)
-        network.launch(command, {"OMP_NUM_THREADS": str(threads)}, timeout, Path(folder))
-        result: dict[str, Any] = json.loads(out.read_text())
+
+        def run(python: str, methods: list[str]) -> dict[str, Any]:
+            chosen = json.dumps({**asdict(setting), "methods": methods})
+            command = [python, __file__, "--worker", chosen, "--out", str(out)]
+            network.launch(command, {"OMP_NUM_THREADS": str(threads)}, timeout, Path(folder))
+            found: dict[str, Any] = json.loads(out.read_text())
+            return found
+
+        result = run(sys.executable, setting.methods)
+        if deepspeed_python is not None:
+            theirs = run(deepspeed_python, ["deepspeed"])
+            for key in ("step_seconds", "all_step_seconds", "facts"):
+                result[key] |= theirs[key]
     result.update(megabits=setting.megabits, setting=asdict(setting), threads=threads)
     result["floor"] = floor(result)
     return result
@@ -224,11 +249,15 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         f"{result['hosts']} hosts, {result['megabits']:g} Mb/s, {result['elements'] / 1e6:.1f} M parameters, "
         f"{result['setting']['batch'] * result['setting']['length']} tokens per host and step, {result['threads']} thread(s) per host",
-        f"  {'method':<18}{'step ms':>10}{'ddp / it':>10}",
+        f"  {'method':<24}{'step ms':>10}{'ddp / it':>10}",
     ]
     for name, seconds in steps.items():
         ratio = f"{steps['ddp'] / seconds:.2f}x" if "ddp" in steps else ""
-        lines.append(f"  {name:<18}{seconds * 1e3:>10.0f}{ratio:>10}")
+        lines.append(f"  {LABELS[name]:<24}{seconds * 1e3:>10.0f}{ratio:>10}")
+    if "deepspeed" in steps:
+        lines.append(
+            f"  * {result['facts']['deepspeed']['deepspeed']}; {result['facts']['deepspeed']['packer']}, its packer being for GPUs only"
+        )
     lines.append(f"  dense all-reduce alone {result['all_reduce_seconds'] * 1e3:.0f} ms")
     if result["floor"]:
         facts, f = result["facts"]["onebit"], result["floor"]
@@ -246,19 +275,24 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
-    figure, axes = plt.subplots(1, len(results), figsize=(4.2 * len(results), 4), squeeze=False)
+    figure, axes = plt.subplots(1, len(results), figsize=(4.6 * len(results), 4), squeeze=False, sharey=True)
     for axis, result in zip(axes[0], results, strict=True):
         names = list(result["step_seconds"])
         values = [result["step_seconds"][n] * 1e3 for n in names]
         colors = ["tab:orange" if n.startswith("onebit") else "tab:gray" if n == "none" else "tab:blue" for n in names]
-        bars = axis.barh(names, values, color=colors)
+        bars = axis.barh([LABELS[n] for n in names], values, color=colors)
         axis.bar_label(bars, fmt=" %.0f", fontsize=8)
         axis.set_xscale("log")
-        axis.set_xlim(right=max(values) * 2.5)
-        axis.invert_yaxis()
+        axis.set_xlim(left=min(values) / 1.5, right=max(values) * 2.5)
+        axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.xaxis.set_major_formatter(ScalarFormatter())
+        axis.xaxis.set_minor_formatter(NullFormatter())
+        axis.tick_params(axis="x", labelsize=8)
         axis.set_xlabel("ms per training step (log)")
         axis.set_title(f"{result['hosts']} hosts, {result['megabits']:g} Mb/s", fontsize=10)
+    axes[0][0].invert_yaxis()  # shared
     figure.suptitle(f"Training step, {results[0]['elements'] / 1e6:.0f} M-parameter transformer", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
@@ -267,7 +301,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", type=int, nargs="+", default=[2])
+    parser.add_argument("--hosts", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--bandwidth", type=float, nargs="+", default=[1000.0, 100.0], help="Mb/s per link")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--width", type=int, default=512)
@@ -277,7 +311,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5, help="measured steps per method and round")
     parser.add_argument("--bucket-mb", type=float, default=16.0)
-    parser.add_argument("--timeout", type=float, default=1500.0, help="seconds per network")
+    parser.add_argument("--timeout", type=float, default=1500.0, help="seconds per network and environment")
+    parser.add_argument(
+        "--deepspeed-python", help="a Python that has deepspeed==0.19.6; without it that peer is left out"
+    )
     parser.add_argument("--name", default="slow_network", help="of the result files")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
@@ -304,7 +341,7 @@ def main() -> None:
                 args.bucket_mb,
                 megabits,
             )
-            results.append(measure(setting, hosts, args.timeout))
+            results.append(measure(setting, hosts, args.timeout, args.deepspeed_python))
             print(table(results[-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(args.out / f"{args.name}.json", {"machine": machine_info(), "results": results})

@@ -3,8 +3,8 @@
     python benchmarks/step.py local      # compressed 1-bit Adam step against torch.optim.AdamW(fused=True), one process
     python benchmarks/step.py warmup     # training steps through the Trainer, 2 processes: ddp against the dense stage of onebit_adam
 
-``local`` runs the whole optimizer step with the exchange turned into a copy in memory: gradient statistics, compress, server part, apply.
-``--ranks 2`` gives the server part the load of a rank among 2 (it reduces half of the blocks from 2 streams).
+``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: gradient statistics, compress,
+server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for.
 """
 
 from __future__ import annotations
@@ -29,7 +29,31 @@ def _setting(layers: int) -> slow_network.Setting:
     return slow_network.Setting([], 512, layers, 1, 64, 1, 1, 16.0, 0.0)
 
 
-def local(threads: int, repeats: int, layers: int, bucket_mb: list[float]) -> dict[str, Any]:
+def _echo(ranks: int) -> Any:
+    """A group of ``ranks`` in which the others send what this rank sends, at once."""
+    from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWorld
+
+    class Done:
+        def wait(self, timeout: Any = None) -> bool:
+            return True
+
+    class Echo(SimulatedGroup):
+        def all_to_all(self, out: Any, inp: Any) -> Any:
+            out.copy_(inp)
+            return Done()
+
+        def all_gather(self, out: Any, inp: Any) -> Any:
+            out.view(self.size, -1).copy_(inp.view(1, -1).expand(self.size, -1))
+            return Done()
+
+        def all_reduce(self, tensor: Any) -> Any:
+            tensor.mul_(self.size)
+            return Done()
+
+    return Echo(SimulatedWorld(ranks), tuple(range(ranks)), 0)
+
+
+def local(threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks: int) -> dict[str, Any]:
     """The compressed step of a transformer of about ``3.15 M * layers`` parameters, in one process."""
     import torch
 
@@ -53,12 +77,18 @@ def local(threads: int, repeats: int, layers: int, bucket_mb: list[float]) -> di
     candidates["copy of the gradient"] = lambda: copies[0].copy_(copies[1])
     for size in bucket_mb:
         optimizer = OnebitAdam(
-            model().parameters(), lr=1e-4, freeze_step=1, force_compression=True, bucket_mb=size, kernels="cpu"
+            model().parameters(), lr=1e-4, freeze_step=1, process_group=_echo(ranks), bucket_mb=size, kernels="cpu"
         )
         candidates[f"onebit step, {size:g} MB buckets"] = optimizer.step
     seconds = side_by_side(candidates, repeats=repeats)
     ratios = {name: ratio(seconds, name, "AdamW fused") for name in candidates}
-    return {"elements": elements, "threads": threads, "median_seconds": medians(seconds), "over_adamw_fused": ratios}
+    return {
+        "elements": elements,
+        "threads": threads,
+        "ranks": ranks,
+        "median_seconds": medians(seconds),
+        "over_adamw_fused": ratios,
+    }
 
 
 def _train(strategy: str, out: Path, layers: int, steps: int) -> None:
@@ -140,6 +170,7 @@ def main() -> None:
     parser.add_argument("what", choices=["local", "warmup", "train"])
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--ranks", type=int, default=2, help="local: of the world whose rank is measured")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[4.0, 16.0, 64.0])
     parser.add_argument("--steps", type=int, default=30)
@@ -151,7 +182,7 @@ def main() -> None:
         _train(args.strategy, args.out, args.layers, args.steps)
         return
     if args.what == "local":
-        result = local(args.threads, args.repeats, args.layers, args.bucket_mb)
+        result = local(args.threads, args.repeats, args.layers, args.bucket_mb, args.ranks)
         print(f"{result['elements'] / 1e6:.1f} M parameters, {result['threads']} threads")
         for name, value in result["median_seconds"].items():
             print(f"  {name:<28}{value * 1e3:>9.2f} ms{result['over_adamw_fused'][name]:>8.2f}x AdamW fused")
