@@ -88,7 +88,8 @@ class Stamp:
                 f"shards of format {stamp.version} are newer than this release reads ({SHARD_VERSION}); upgrade"
             )
         # it becomes part of a path
-        if not (isinstance(stamp.id, str) and _ID.fullmatch(stamp.id) and isinstance(stamp.world_size, int)):
+        whole = type(stamp.world_size) is int and stamp.world_size >= 1
+        if not (isinstance(stamp.id, str) and _ID.fullmatch(stamp.id) and whole):
             raise ShardError(f"the checkpoint's entry {STAMP_KEY!r} is damaged: {found!r}")
         return stamp
 

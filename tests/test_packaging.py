@@ -288,3 +288,14 @@ def test_citation_names_the_four_papers() -> None:
 def test_licence_is_the_whole_apache_text() -> None:
     text = (ROOT / "LICENSE").read_text()
     assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_every_promise_of_reliability_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "reliability.md").read_text()
+    promises = [line for line in text.splitlines() if line.startswith("| ") and not line.startswith("| promise")]
+    assert len(promises) > 35
+    for line in promises:
+        named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", line)
+        assert named, line
+        for file, test in named:
+            assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"

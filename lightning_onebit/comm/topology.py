@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeAlias
 
+import torch
 import torch.distributed as dist
 
 from lightning_onebit.comm.simulation import SimulatedGroup
@@ -136,7 +137,8 @@ def _align_group_counts(group: dist.ProcessGroup, timeout: timedelta | None) -> 
     With local synchronisation torch names a group after that number: ranks with different ones would wait for each other in vain.
     """
     count = len(dist.distributed_c10d._world.pg_names)
-    counts: list[int] = [0] * dist.get_world_size(group)
-    dist.all_gather_object(counts, count, group=group)
-    for _ in range(max(counts) - count):
+    nccl = "nccl" in str(dist.get_backend(group))
+    most = torch.tensor(count, device=torch.device("cuda", torch.cuda.current_device()) if nccl else "cpu")
+    dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+    for _ in range(int(most) - count):
         dist.new_group([dist.get_rank()], timeout=timeout, use_local_synchronization=True)
