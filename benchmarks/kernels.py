@@ -79,6 +79,9 @@ class Case:
         self.old.words.random_(-(2**31), 2**31 - 1)
         self.old.scales.fill_(1e-3)
         self.a, self.b = torch.full((blocks,), 0.9), torch.full((blocks,), 0.1)
+        self.v, self.factors = torch.rand(n), torch.full((8, blocks), 0.5)
+        self.bits = Packed.empty(1, blocks, BLOCK, has_scales=False)
+        self.live = torch.full((blocks, BLOCK // 32), -1, dtype=torch.int32)
         self.decay, self.alpha = torch.full((blocks,), 1 - 1e-6), torch.full((blocks,), 1e-4)
 
     def operations(self, kernels: KernelBackend) -> dict[str, tuple[float, Callable[[], Any]]]:
@@ -104,6 +107,35 @@ class Case:
             "apply_adam": (
                 12 + BITS,
                 lambda: kernels.apply_adam(bucket, [self.x], self.old, self.r, self.decay, self.alpha),
+            ),
+            "lamb_update": (
+                16 + 2 * BITS,
+                lambda: kernels.lamb_update(bucket, [self.x], self.old, self.sent, self.r, self.v, self.factors),
+            ),
+            "lamb_apply": (
+                12 + BITS,
+                lambda: kernels.lamb_apply(bucket, [self.x], self.old, self.r, self.alpha, self.alpha, self.alpha),
+            ),
+            "local_step": (
+                36,
+                lambda: kernels.local_step(
+                    bucket, [self.x], [self.g], self.m, self.e, self.r, self.v, self.factors[:4]
+                ),
+            ),
+            "sample": (
+                20 + 1 / 8,
+                lambda: kernels.sample(
+                    *(bucket, 0, blocks),
+                    **dict(
+                        b=self.a, o=self.b, g=[self.g], m=self.m, a=self.v, key=(1, 2), first_block=0, out=self.bits
+                    ),
+                ),
+            ),
+            "apply_votes": (
+                8 + 2 / 8,
+                lambda: kernels.apply_votes(
+                    bucket, [self.x], self.bits.words.view(blocks, 1, -1), self.live, None, self.decay, self.alpha
+                ),
             ),
             "unpack": (4 + BITS, lambda: kernels.unpack(self.old, bucket.lengths, self.out)),
             "gather": (8, lambda: kernels.gather(bucket, [self.x], self.out)),

@@ -293,7 +293,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel("ms per training step (log)")
         axis.set_title(f"{result['hosts']} hosts, {result['megabits']:g} Mb/s", fontsize=10)
     axes[0][0].invert_yaxis()  # shared
-    figure.suptitle(f"Training step, {results[0]['elements'] / 1e6:.0f} M-parameter transformer", fontsize=11)
+    figure.suptitle(f"Training step, {results[0]['elements'] / 1e6:.1f} M-parameter transformer", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
