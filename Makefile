@@ -1,6 +1,7 @@
 # make demo            train the byte-level transformer with DDP and with 1-bit Adam, and compare   (ARGS="..." for its options)
 # make test            lint, types and the whole test suite                                          (ARGS="..." for pytest)
 # make docs            the documentation as a site in build/docs; warnings are errors
+# make test-oldest     the tests that depend on versions, with the oldest ones that are supported       (ARGS="..." for pytest)
 # make install         only prepare .venv; demo and test do it when pyproject.toml or constraints.txt changed
 #
 # Needs GNU make and Python >= 3.10 with venv (PYTHON=... chooses one). Everything else comes through pip into .venv.
@@ -13,6 +14,11 @@ JOBS   ?= 2
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+
+# A second environment: Python 3.10 or 3.11, with several GB of CUDA libraries, because torch came with them then.
+OLDEST       ?= .venv-oldest
+OLDEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,optim_adam optim_all optim_lamb optim_zero_one optim_binsgdm exchange \
+                resume strategy lightning_training lightning_checkpoint))
 
 .PHONY: demo test lint docs install clean
 .DEFAULT_GOAL := help
@@ -47,5 +53,14 @@ docs: $(STAMP)
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	$(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install --constraint constraints-oldest.txt --editable '.[cli,plot]' \
+	  lightning hypothesis pytest pytest-timeout pytest-xdist rich scikit-learn tensorboard
+	@touch $@
+
+test-oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -n $(JOBS) --dist loadfile $(OLDEST_TESTS) $(ARGS)
+
 clean:
-	rm -rf $(VENV) demo_out build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) demo_out build *.egg-info .pytest_cache .mypy_cache .ruff_cache

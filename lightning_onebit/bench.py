@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_onebit._console import Outcome, Parser, add_json, execute
+from lightning_onebit.comm import disconnect, torn_down_last
 from lightning_onebit.kernels import BACKENDS
 from lightning_onebit.optim import OnebitOptimizer
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
@@ -115,7 +116,7 @@ def measure_link(
         exchange, local = _time_exchange(optimizer, weight, gradient, repeats, group)
         dense = _time_all_reduce(gradient.clone(), int(bucket_mb * 2**20 / 4), repeats, group)
     finally:
-        optimizer.release_communication()
+        _release(optimizer)
     record = optimizer.ledger.last
     assert record is not None
     medians = torch.tensor([statistics.median(dense), statistics.median(exchange), statistics.median(local)])
@@ -123,6 +124,17 @@ def measure_link(
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     dense_s, exchange_s, local_s = slowest.tolist()
     return LinkMeasurement(elements, dense_s, exchange_s, local_s, record.dense_bytes, record.bytes_sent)
+
+
+def _release(optimizer: OnebitOptimizer) -> None:
+    """Gives communication back, and the groups of nodes that were made for the hierarchical exchange."""
+    topology = optimizer.topology
+    optimizer.release_communication()
+    made = [topology.intra_group, topology.inter_group] if topology.hierarchical else []
+    del topology
+    with torn_down_last([group for group in made if isinstance(group, dist.ProcessGroup)]):
+        while made:
+            dist.destroy_process_group(made.pop())  # type: ignore[arg-type]
 
 
 def _time_exchange(
@@ -280,7 +292,7 @@ def run(options: argparse.Namespace) -> Outcome:
             return Outcome(0, "", {})
         world = f"{dist.get_world_size()} ranks, {backend}, {device.type}, torch {torch.__version__}"
     finally:
-        dist.destroy_process_group()
+        disconnect()
     rows = [{**asdict(r), "speedup": r.speedup} for r in results]
     facts = {
         "setting": world,

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from lightning_onebit import __version__, _trees
 from lightning_onebit._console import Outcome, Parser, add_json, execute
+from lightning_onebit.comm import disconnect
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim import OnebitAdam
 from lightning_onebit.registry import available_strategies
@@ -170,7 +171,7 @@ def _work(folder: Path, rank: int, device_type: str, timeout: float) -> None:
         raise RuntimeError("training made non-finite weights")
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
     Path(folder, f"answer-{rank}").write_text(json.dumps({"weights": digest, "ratio": round(ledger.last.ratio, 1)}))
-    dist.destroy_process_group()
+    disconnect()
 
 
 def examine(*, test: bool = True, timeout: float = 120.0) -> dict[str, Any]:
@@ -181,9 +182,11 @@ def examine(*, test: bool = True, timeout: float = 120.0) -> dict[str, Any]:
         timeout: seconds for each self-test.
 
     Returns:
-        ``versions``, ``kernels``, ``namespaces`` (names missing by tree), ``devices``, ``self_tests`` and ``problems``.
+        ``location`` of the package that is imported, ``versions``, ``kernels``, ``namespaces`` (names missing by tree), ``devices``,
+        ``self_tests`` and ``problems``.
     """
     facts: dict[str, Any] = {
+        "location": str(Path(__file__).parent),
         "versions": versions(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "kernels": kernels(),
@@ -216,7 +219,7 @@ def _problems(facts: dict[str, Any]) -> list[str]:
 
 def describe(facts: dict[str, Any]) -> str:
     """``examine()`` as text."""
-    lines = ["Versions"]
+    lines = [f"Package   {facts['location']}", "Versions"]
     lines += [f"  {name:<20}{version or '-'}" for name, version in facts["versions"].items()]
     lines += ["Devices", *(f"  {name}" for name in facts["devices"] or ["no GPU"])]
     lines.append("Kernels that kernels='auto' takes")

@@ -40,7 +40,9 @@ from lightning_onebit.comm import (
     Reducer,
     Topology,
     Transport,
+    disconnect,
     handshake,
+    torn_down_last,
 )
 from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.base import TRAINABLE_DTYPES
@@ -802,10 +804,15 @@ class OnebitMixin(_Base):
             remove_shards(path, shard_ids(path).difference(written[-1:]))
 
     def _end_run(self) -> None:
-        run, self._run = self._run, None
         self._sync_backward = True
-        if run is None:
-            return
+        if self._run is not None:
+            with torn_down_last(list(self._run.groups)):
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Gives up everything that holds a process group; a function of its own, so that its variables do not."""
+        run, self._run = self._run, None
+        assert run is not None
         for release in [optimizer.release_communication for optimizer in self.onebit_optimizers] + [run.close]:
             try:
                 release()
@@ -1089,6 +1096,5 @@ def _world() -> dist.ProcessGroup:
 
 
 def _disconnect() -> None:
-    if _connected():
-        with contextlib.suppress(RuntimeError):
-            dist.destroy_process_group()
+    with contextlib.suppress(RuntimeError):
+        disconnect()

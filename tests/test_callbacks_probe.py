@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_trainer import FakeModule, FakeTrainer, onebit_adam
 from harness import run_ranks
 
 import lightning_onebit.callbacks.probe as probe
-from lightning_onebit.bench import LinkMeasurement
+from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks.probe import LinkProbeMixin, LinkReport
+from lightning_onebit.optim import BinSGDM, OnebitAdam
+from lightning_onebit.planner import Cluster, Job, exchange_of
 
 
 class _Said:
@@ -132,6 +135,67 @@ def test_watching_ends_where_compression_begins_and_can_be_turned_off(
             if step + 1 == freeze_after:
                 optimizer.freeze()
     assert len(said.infos) == 2 and said.warnings == []
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "expected"),
+    [
+        (
+            lambda p: OnebitAdam(p, block_size=64, bucket_mb=2.0, kernels="reference", residual_dtype="bfloat16"),
+            {
+                "algorithm": "onebit_adam",
+                "block_size": 64,
+                "bucket_mb": 2.0,
+                "kernels": "reference",
+                "residual_dtype": "bfloat16",
+            },
+        ),
+        (
+            lambda p: BinSGDM(p, block_size=32, server="mean"),
+            {"algorithm": "binsgdm", "block_size": 32, "bucket_mb": 16.0, "kernels": "auto", "server": "mean"},
+        ),
+    ],
+    ids=["onebit_adam", "binsgdm"],
+)
+def test_the_probe_makes_the_steps_that_training_makes(
+    monkeypatch: pytest.MonkeyPatch, said: _Said, optimizer: Any, expected: dict[str, Any]
+) -> None:
+    seen: list[dict[str, Any]] = []
+    network = _network(1e7, 0.0, 1e-9)
+
+    def measure(elements: int, **options: Any) -> LinkMeasurement:
+        seen.append(options)
+        return network(elements)
+
+    monkeypatch.setattr(probe, "measure_link", measure)
+    small = onebit_adam()  # several optimizers: the largest counts
+    large = optimizer([torch.nn.Parameter(torch.zeros(1000))])
+    callback = LinkProbeMixin()
+    FakeTrainer([small, large]).start(callback, FakeModule())
+    assert callback.report is not None and callback.report.elements == 1000 + 33 * 5 + 7
+    device = {"device": torch.device("cpu"), "repeats": 5, "timeout": 600.0}
+    assert seen == [{**device, "ranks_per_node": 1, **expected}] * 2
+
+
+def _measured_in_nodes(rank: int, world: int, algorithm: str) -> Any:
+    before = len(dist.distributed_c10d._world.pg_map)
+    found = measure_link(
+        5000, repeats=1, ranks_per_node=2, algorithm=algorithm, kernels="reference", block_size=32, bucket_mb=0.005
+    )
+    assert len(dist.distributed_c10d._world.pg_map) == before, "groups of nodes are given back"
+    return found.exchange_bytes
+
+
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm"])
+def test_a_hierarchical_exchange_of_every_algorithm_is_measured(algorithm: str) -> None:
+    job = Job(params=5000, compute=0.0, block_size=32, bucket_mb=0.005)
+    expected = exchange_of(Cluster(gpus=4, gpus_per_node=2, bandwidth=1e9), job, algorithm, hierarchical=True)
+    sent = sum(collective.sent for collective in expected)
+    found = run_ranks(_measured_in_nodes, 4, algorithm)
+    if algorithm == "binsgdm":  # the last step measured merges its bitmap too (t = 4)
+        assert found[0] > sent
+    else:
+        assert found == [sent] * 4
 
 
 def _measured(rank: int, world: int) -> Any:

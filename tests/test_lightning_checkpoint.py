@@ -17,6 +17,7 @@ from lightning_support import (
     make_module,
     onebit,
     quiet_trainer,
+    resumes_within_epochs,
     same_on_all_ranks,
     strategy_class,
 )
@@ -81,6 +82,7 @@ def save_and_resume(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@resumes_within_epochs
 def test_checkpoints_load_alone_and_training_resumes(tmp_path: Path) -> None:
     results = run_ranks(save_and_resume, 2, str(tmp_path), timeout=120)
     for rank, found in enumerate(results):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,7 @@ import pytest
 import torch
 import yaml
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 import lightning_onebit as ob
 from lightning_onebit.registry import ALGORITHMS
@@ -80,27 +82,25 @@ def test_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
     assert held == shipped
 
 
-def test_wheel_works_from_where_it_is_installed(wheel: Path, tmp_path: Path) -> None:
-    """Imported from the wheel alone, it registers its strategies and builds an optimizer."""
-    target = tmp_path / "installed"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(target)
-    script = (
-        "import pathlib, torch, lightning_onebit as ob\n"
-        "import pytorch_lightning as pl\n"
-        f"assert pathlib.Path(ob.__file__).is_relative_to({str(target)!r}), ob.__file__\n"
-        "assert 'onebit_adam' in pl.strategies.StrategyRegistry\n"
-        "model = torch.nn.Linear(40, 3)\n"
-        "optimizer = ob.OnebitAdam(model.parameters(), freeze_step=1, force_compression=True, kernels='reference')\n"
-        "torch.distributed.init_process_group('gloo', init_method='file://' + str(pathlib.Path('rendezvous').absolute()),\n"
-        "                                     rank=0, world_size=1)\n"
-        "for _ in range(3):\n"
-        "    model(torch.ones(2, 40)).square().sum().backward()\n"
-        "    optimizer.step(); optimizer.zero_grad()\n"
-        "assert optimizer.ledger.compressed_steps == 2\n"
-        "torch.distributed.destroy_process_group()\n"
-    )
-    run([sys.executable, "-c", script], tmp_path, PYTHONPATH=str(target), OMP_NUM_THREADS="1")
+def test_wheel_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
+    """pip installs it, the console script runs, kernels are compiled from what was installed, and two processes train with it."""
+    run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "fresh")], tmp_path)
+    python = tmp_path / "fresh" / "bin" / "python"
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet", "--no-deps", "--no-index"]
+    run([*pip, str(wheel)], tmp_path)
+    (site,) = (tmp_path / "fresh" / "lib").glob("python*/site-packages")
+    # dependencies: those of this environment, as paths, so that their own .pth files (an editable install of this package) do not count
+    (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
+    clean = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "LIGHTNING_ONEBIT_CACHE": str(tmp_path / "cache")}
+    script = tmp_path / "fresh" / "bin" / "lightning-onebit"
+    assert "doctor" in run([str(script), "--help"], tmp_path, **clean)
+    facts = json.loads(run([str(script), "doctor", "--json"], tmp_path, **clean))
+    installed = Path(facts["location"])
+    assert installed == site / "lightning_onebit"
+    assert list(installed.rglob("*.cpp")) and list(installed.rglob("*.cu"))
+    assert facts["problems"] == [] and facts["self_tests"]["cpu"]["passed"]
+    if shutil.which("c++"):
+        assert facts["kernels"]["cpu"]["backend"] == "cpu", "compiled from the installed sources"
 
 
 def test_metadata_names_version_python_extras_and_withdrawn_releases(wheel: Path) -> None:
@@ -129,7 +129,7 @@ def test_constraints_pin_everything_asked_for_and_name_no_host(wheel: Path) -> N
             continue
         pinned = str(by_name[requirement.name.lower()]).removeprefix("==")
         assert pinned in requirement.specifier, f"{requirement} excludes the pinned {pinned}"
-    for name in ("constraints.txt", "pyproject.toml", "Makefile", ".ci/run"):
+    for name in ("constraints.txt", "constraints-oldest.txt", "pyproject.toml", "Makefile", ".ci/run"):
         text = (ROOT / name).read_text()
         assert not re.search(r"index-url|find-links|trusted-host|https?://", text), f"{name} names a host"
 
@@ -172,6 +172,29 @@ def test_make_test_lints_checks_types_and_runs_all_tests() -> None:
     assert "ruff check ." in commands
     assert "mypy" in commands
     assert "-m pytest" in commands
+
+
+def test_the_oldest_set_is_the_lower_bound_of_every_requirement(wheel: Path) -> None:
+    """What `make test-oldest` installs is what the metadata promises to support, and the tests it names exist."""
+    lines = [line.partition("#")[0].strip() for line in (ROOT / "constraints-oldest.txt").read_text().splitlines()]
+    pins = {r.name.lower(): str(r.specifier).removeprefix("==") for r in map(Requirement, filter(None, lines))}
+    for requirement in map(Requirement, metadata(wheel).get_all("Requires-Dist")):
+        if requirement.name.lower() not in pins:
+            assert requirement.marker, f"{requirement} is not in the oldest set"
+            continue
+        lowest = next(s.version for s in requirement.specifier if s.operator == ">=")
+        pinned = Version(pins[requirement.name.lower()])
+        assert pinned in requirement.specifier
+        assert (pinned.major, pinned.minor) == (Version(lowest).major, Version(lowest).minor), (
+            f"{requirement}, tested {pinned}"
+        )
+    makefile = (ROOT / "Makefile").read_text()
+    named = re.search(r"OLDEST_TESTS := .*?,((?:\w+\s|\\\n|\s)+\w+)\)\)", makefile)
+    assert named, "no list of tests"
+    names = named[1].replace("\\", "").split()
+    assert {"exchange", "resume", "strategy"} <= set(names)
+    for name in names:
+        assert (ROOT / "tests" / f"test_{name}.py").exists(), name
 
 
 def test_continuous_integration_runs_the_command_of_the_readme() -> None:

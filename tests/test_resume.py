@@ -17,6 +17,7 @@ from lightning_support import (
     make_module,
     norm_net,
     quiet_trainer,
+    resumes_within_epochs,
     same_on_all_ranks,
     strategy_class,
 )
@@ -162,6 +163,7 @@ def resume_rank(
     return found
 
 
+@resumes_within_epochs
 @pytest.mark.parametrize("algorithm", list(OPTIONS))
 @pytest.mark.parametrize(
     ("world", "ranks_per_node", "precision"),
@@ -210,6 +212,7 @@ def accumulation_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     return found
 
 
+@resumes_within_epochs
 def test_epochs_that_end_within_an_accumulation_window_and_the_history_of_the_freeze_resume_exactly(
     tmp_path: Path,
 ) -> None:

@@ -13,6 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer, compressed_optimizers
 from lightning_onebit.comm import ByteLedger
+from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.registry import find_algorithm
 
 # Dense steps that are left out when waiting is watched: the first ones connect, allocate and may compile.
 WARM_STEPS = 2
@@ -93,6 +95,25 @@ class LinkReport:
         return text if math.isinf(self.break_even) else f"{text}; they break even at about {_bits(self.break_even)}"
 
 
+def _elements(optimizer: OnebitOptimizer) -> int:
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+
+
+def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
+    """How a probe has to be made to cost what this optimizer's steps cost."""
+    options = {
+        name: getattr(optimizer.options, name) for name in ("kernels", "block_size", "bucket_mb", "residual_dtype")
+    }
+    known = find_algorithm(optimizer.algorithm).options
+    if "server" in known:  # of BinSGDM: what the reply carries
+        options["server"] = optimizer.settings["server"]
+    return {
+        "algorithm": optimizer.algorithm,
+        "ranks_per_node": optimizer.topology.ranks_per_node,
+        **{name: value for name, value in options.items() if name in known},
+    }
+
+
 def _on_line(x: int, x1: int, y1: float, x2: int, y2: float) -> float:
     slope = (y2 - y1) / (x2 - x1)
     # Noise can make the larger sample the faster one; in proportion is then the better guess than for nothing.
@@ -127,12 +148,13 @@ class LinkProbeMixin:
        overlaps with backward, so it may cost nothing even where it takes long; then nothing can be saved, and a warning
        says so. (Not with NCCL, where waiting happens on the device and is not seen.)
 
-    The probe uses 1-bit Adam's steps whatever the algorithm: the exchange is the same. With a hierarchical exchange it
-    measures the flat one, which is the slower of the two. ``report`` holds the result.
+    The probe makes the steps that training will make: those of the optimizer's algorithm (of 0/1 Adam those that synchronise), with its
+    ``kernels``, ``block_size``, ``bucket_mb`` and ``residual_dtype``, over the nodes of its exchange. Where a model has several compressed
+    optimizers, the one with the most parameters counts. ``report`` holds the result.
 
     Args:
         sample_mb: MB of fp32 gradients in the larger sample; on a slow network the probe takes about ten times as long as
-            averaging them once.
+            averaging them once. A sample smaller than a bucket travels as one, so several buckets' worth shows their pipelining too.
         repeats: times that each is measured; their median counts.
         watch_steps: dense steps over which waiting is watched; None watches none.
         timeout: seconds that a rank waits for the others.
@@ -185,15 +207,19 @@ class LinkProbeMixin:
         if trainer.world_size == 1:
             rank_zero_info("LinkProbe: one process exchanges nothing, so there is no link to measure.")
             return
-        parameters = [p for o in optimizers for group in o.param_groups for p in group["params"] if p.requires_grad]
-        device = parameters[0].device
+        device = optimizers[0].param_groups[0]["params"][0].device
         size = max(16, int(self.sample_mb * 1e6 / 4))
+        largest = max(optimizers, key=_elements)
         small, large = (
-            measure_link(elements, device=device, repeats=self.repeats, timeout=self.timeout)
+            measure_link(elements, device=device, repeats=self.repeats, timeout=self.timeout, **_probed(largest))
             for elements in (size // 16, size)
         )
         self.report = LinkReport.extrapolate(
-            sum(p.numel() for p in parameters), trainer.world_size, small, large, host_sees_kernels=device.type == "cpu"
+            sum(_elements(optimizer) for optimizer in optimizers),
+            trainer.world_size,
+            small,
+            large,
+            host_sees_kernels=device.type == "cpu",
         )
         rank_zero_info(f"LinkProbe: {self.report}.")
         if not self.report.pays:

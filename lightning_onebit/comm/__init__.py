@@ -6,7 +6,7 @@ from lightning_onebit.comm.exchange import Codec, Exchange, ExchangeSession, chu
 from lightning_onebit.comm.ledger import ByteLedger, StepRecord
 from lightning_onebit.comm.reducer import Reducer
 from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWorld
-from lightning_onebit.comm.topology import Topology, distributed_world
+from lightning_onebit.comm.topology import Topology, disconnect, distributed_world, torn_down_last
 from lightning_onebit.comm.transport import DEFAULT_TIMEOUT, CollectiveFailure, CollectiveTimeout, Pending, Transport
 from lightning_onebit.comm.volume import Collective, exchange_collectives, peer_bytes, ring_bytes
 
@@ -34,6 +34,7 @@ __all__ = [
     "chunk_order",
     "control_payload_bytes",
     "control_round",
+    "disconnect",
     "distributed_world",
     "exchange_collectives",
     "handshake",
@@ -43,4 +44,5 @@ __all__ = [
     "peer_bytes",
     "plan_buckets",
     "ring_bytes",
+    "torn_down_last",
 ]

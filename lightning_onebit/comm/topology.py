@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,34 @@ Group: TypeAlias = "dist.ProcessGroup | SimulatedGroup"
 def distributed_world() -> int:
     """World size of the default group, 1 when torch.distributed is not initialised."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+@contextlib.contextmanager
+def torn_down_last(groups: Iterable[dist.ProcessGroup]) -> Iterator[None]:
+    """Within it groups may be given up; what is behind them (gloo's threads) ends at its end.
+
+    Torch before 2.6 ends these threads with Python's lock held when the last reference to a group goes, and waits for ever if one of them
+    needs the lock just then to give a tensor back. The last reference to a *backend* goes without the lock.
+    """
+    backends = [backend for group in groups for backend in _backends(group)]
+    del groups  # the caller's list may hold the last references
+    try:
+        yield
+    finally:
+        backends.clear()
+
+
+def _backends(group: dist.ProcessGroup) -> Iterator[Any]:
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # none for this kind of device
+            yield group._get_backend(torch.device(device))
+
+
+def disconnect() -> None:
+    """Destroys all process groups of this process; nothing happens where there are none."""
+    if dist.is_available() and dist.is_initialized():
+        with torn_down_last(list(dist.distributed_c10d._world.pg_map)):
+            dist.destroy_process_group()
 
 
 @dataclass(frozen=True)

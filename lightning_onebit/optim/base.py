@@ -169,6 +169,11 @@ class OnebitOptimizer(torch.optim.Optimizer):
         return self._ranks().size > 1 or self.options.force_compression
 
     @property
+    def topology(self) -> Topology:
+        """The ranks that exchange, and their nodes if the exchange is hierarchical."""
+        return self._ranks()
+
+    @property
     def next_step_is_dense(self) -> bool:
         """Whether the next ``step()`` works on densely averaged gradients."""
         # looking must not decide: a rank that looks before a schedule changes lr would take another path than the
