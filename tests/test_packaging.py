@@ -36,7 +36,7 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=120,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-5000:]
@@ -82,6 +82,7 @@ def test_wheel_holds_every_source_and_nothing_else(wheel: Path) -> None:
     assert held == shipped
 
 
+@pytest.mark.timeout(400)
 def test_wheel_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path) -> None:
     """pip installs it, the console script runs, kernels are compiled from what was installed, and two processes train with it."""
     run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "fresh")], tmp_path)
