@@ -17,6 +17,7 @@ import pytest
 import torch
 from harness import run_ranks
 from lightning_support import TREES, enter, loader, make_module, onebit, plain_net, quiet_trainer, strategy_class
+from packaging.version import Version
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_onebit as ob
@@ -459,10 +460,22 @@ REFUSED: dict[str, dict[str, Any]] = {
 }
 
 
-def refuse(rank: int, world: int) -> dict[str, str]:
+def gloo_carries(dtype: torch.dtype) -> bool:
+    """Whether DDP itself could train it: gloo of torch 2.5 knows no complex numbers."""
+    try:
+        torch.distributed.broadcast(torch.zeros(1, dtype=dtype), 0)
+    except RuntimeError:
+        return False
+    return True
+
+
+def refuse(rank: int, world: int) -> dict[str, str | None]:
     pl = enter(rank)
-    messages = {}
+    messages: dict[str, str | None] = {}
     for name, case in REFUSED.items():
+        if name == "complex parameters" and not gloo_carries(torch.complex64):
+            messages[name] = None
+            continue
         attributes = {"automatic_optimization": not case.get("manual", False)}
         module = make_module(pl, case["configure"], case.get("net", plain_net), **attributes)
         strategy = strategy_class()(**case.get("options", {}))
@@ -479,6 +492,9 @@ def test_what_could_not_take_effect_or_be_trained_raises_when_fitting_starts_and
     [messages] = run_ranks(refuse, 1)
     assert messages.keys() == REFUSED.keys()
     for name, message in messages.items():
+        if message is None:
+            assert Version(torch.__version__) < Version("2.13"), f"{name} was not tried"
+            continue
         for word in REFUSED[name]["words"]:
             assert word in message, f"{name}: {message}"
 
