@@ -105,7 +105,7 @@ def main(arguments: list[str] | None = None) -> None:
     options.add_argument("--devices", type=int, default=2, help="processes")
     options.add_argument("--block-size", type=int, default=64, help="elements that share one scale")
     options.add_argument("--compress-discriminator", action="store_true", help="both networks, not only the generator")
-    options.add_argument("--epochs", type=int, default=30, help="passes over the data")
+    options.add_argument("--epochs", type=int, default=40, help="passes over the data")
     options.add_argument("--freeze-step", type=int, default=240, help="dense steps of each optimizer")
     chosen = options.parse_args(arguments)
 

@@ -63,6 +63,16 @@ def _register(tree: _trees.Tree) -> None:
         bound.OnebitStrategy.register_strategies(registry)
 
 
+def _register_fabric(package: str) -> None:
+    """Puts the strategies into the registry of a Fabric."""
+    registry = importlib.import_module(f"{package}.strategies").STRATEGY_REGISTRY
+    bound = importlib.import_module(_trees.FABRICS[package])
+    if hasattr(bound, "OnebitStrategy"):
+        bound.OnebitStrategy.register_strategies(registry)
+
+
 for _tree in _trees.TREES:
     _trees.when_loaded(_tree, partial(_register, _tree))
-del _tree
+for _package in _trees.FABRICS:
+    _trees.when_imported(_package, partial(_register_fabric, _package))
+del _tree, _package

@@ -34,6 +34,12 @@ BOUND_MODULES: dict[Tree, str] = {
     "pytorch_lightning": "lightning_onebit.pytorch_lightning",
 }
 
+#: The Fabric that each tree is built on, and the module that binds the strategy to it.
+FABRICS: dict[str, str] = {
+    "lightning.fabric": "lightning_onebit._fabric_lightning",
+    "lightning_fabric": "lightning_onebit._fabric_standalone",
+}
+
 _loaded_at_import: tuple[Tree, ...] = tuple(tree for tree in TREES if PACKAGES[tree] in sys.modules)
 _loaded_by_us: set[Tree] = set()
 _waiting: dict[str, list[Callable[[], None]]] = {}
@@ -108,7 +114,11 @@ def check_tree(part: Any, trainer: Any) -> None:
 
 def when_loaded(tree: Tree, action: Callable[[], None]) -> None:
     """Runs ``action`` once ``tree`` is imported: at once if it is, otherwise right after its import by anyone."""
-    name = PACKAGES[tree]
+    when_imported(PACKAGES[tree], action)
+
+
+def when_imported(name: str, action: Callable[[], None]) -> None:
+    """Runs ``action`` once the package ``name`` is imported: at once if it is, otherwise right after."""
     if name in sys.modules:
         action()
         return

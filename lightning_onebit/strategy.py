@@ -639,7 +639,7 @@ class OnebitMixin(_Base):
         yield
         buffers.after_forward(sync)
 
-    # ----- clipping and optimizers --------------------------------------------------------------------------------------
+    # ----- clipping ---------------------------------------------------------------------------------------------------
 
     @property
     def precision_plugin(self) -> Any:
@@ -655,17 +655,6 @@ class OnebitMixin(_Base):
         self._unscale = None
         if scaler is not None:
             self._unscale = scaler.unscale_ = _LockstepUnscale(scaler)
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """The optimizers in use."""
-        return super().optimizers
-
-    @optimizers.setter
-    def optimizers(self, optimizers: list[Any]) -> None:
-        super(OnebitMixin, type(self)).optimizers.fset(self, optimizers)  # type: ignore[attr-defined]
-        for wrapper in self._lightning_optimizers:
-            _delegate(wrapper)
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -997,21 +986,6 @@ class _ClipByGlobalNorm:
 def _unwrap(optimizer: Any) -> Any:
     """The optimizer inside a ``LightningOptimizer``."""
     return vars(optimizer).get("_optimizer", optimizer)
-
-
-def _delegate(wrapper: Any) -> None:
-    """Makes a ``LightningOptimizer`` forward the methods of a compressed optimizer to it.
-
-    Its class inherits from the optimizer's, so ``self.optimizers().freeze()`` would otherwise run on the wrapper and change the state
-    of nothing.
-    """
-    inner = _unwrap(wrapper)
-    if not isinstance(inner, OnebitOptimizer):
-        return
-    own = vars(type(wrapper).__mro__[1])
-    for name in dir(type(inner)):
-        if not name.startswith("_") and name not in own and callable(getattr(type(inner), name)):
-            setattr(wrapper, name, getattr(inner, name))
 
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:

@@ -375,6 +375,13 @@ def test_gan_trains_two_compressed_optimizers_by_hand(tmp_path: Path) -> None:
     assert all((dense, compressed) == ("8", "13") for _, _, dense, compressed in rows)
 
 
+def test_fabric_accumulates_clips_freezes_and_resumes(tmp_path: Path) -> None:
+    printed = output_of("fabric", ["--epochs", "5"], tmp_path)
+    assert "replicas identical" in printed
+    assert "21 dense and 84 compressed steps" in printed, printed
+    assert float(re.findall(r"accuracy ([\d.]+)", printed)[0]) > 80
+
+
 def test_plain_torch_starts_itself_and_resumes(tmp_path: Path) -> None:
     printed = run([str(EXAMPLES / "plain_torch.py"), "--epochs", "4"], tmp_path)
     assert "replicas identical" in printed

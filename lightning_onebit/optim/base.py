@@ -101,6 +101,20 @@ class OnebitOptimizer(torch.optim.Optimizer):
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Makes wrappers that imitate the class of the optimizer they hold forward its methods to it.
+
+        Lightning's and Fabric's wrappers inherit from the optimizer's class at run time, so ``wrapper.freeze()`` would
+        run on the wrapper and change the state of nothing.
+        """
+        super().__init_subclass__(**kwargs)
+        wrapper = cls.__mro__[1]
+        if issubclass(wrapper, OnebitOptimizer) or not isinstance(getattr(wrapper, "optimizer", None), property):
+            return
+        for name in dir(cls):
+            if not name.startswith("_") and name not in vars(wrapper) and callable(getattr(cls, name)):
+                setattr(cls, name, _forwarded(name))
+
     def __init__(
         self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
     ) -> None:
@@ -1363,6 +1377,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._advance()
         elif self.compresses:
             self._start_compression()
+
+
+def _forwarded(name: str) -> Callable[..., Any]:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.optimizer, name)(*args, **kwargs)
+
+    return method
 
 
 class _Protected:

@@ -1,0 +1,14 @@
+"""The strategy for ``lightning.fabric``."""
+
+from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy
+
+from lightning_onebit.fabric import FabricMixin
+
+__all__ = ["OnebitStrategy"]
+
+
+class OnebitStrategy(FabricMixin, DDPStrategy):
+    __doc__ = FabricMixin.__doc__
+
+
+OnebitStrategy.register_strategies(STRATEGY_REGISTRY)

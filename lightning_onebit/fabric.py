@@ -1,0 +1,329 @@
+"""The same optimizers under Lightning Fabric: ``Fabric(strategy="onebit_adam")``.
+
+``OnebitStrategy`` is that of the Fabric the program has imported, ``lightning.fabric`` or ``lightning_fabric``. Everything that
+trains is below: the optimizers, their exchange, their checkpoints. What is here connects them to Fabric's loop.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import sys
+import uuid
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor
+from torch.distributed.utils import _sync_module_states
+
+from lightning_onebit._trees import FABRICS
+from lightning_onebit.checkpoint import STAMP_KEY, ShardError, Stamp, restarted, restore_residuals, save_shards
+from lightning_onebit.comm import DEFAULT_TIMEOUT, ByteLedger, Topology, Transport, handshake
+from lightning_onebit.optim import OnebitOptimizer, Phase
+from lightning_onebit.optim.options import check_integer
+from lightning_onebit.registry import Algorithm, find_algorithm, registered_strategies
+from lightning_onebit.strategy import (
+    _BROADCAST_BYTES,
+    _BufferSync,
+    _check_module,
+    _connected,
+    _describe,
+    _disconnect,
+    _ignored,
+    _LockstepUnscale,
+    _world,
+)
+
+if TYPE_CHECKING:
+    _Base: Any  # Fabric's DDPStrategy of either tree
+else:
+    _Base = object
+
+
+class FabricMixin(_Base):
+    """Fabric strategy whose optimizers communicate in one bit per element.
+
+    Give ``fabric.setup`` an optimizer of this package, made by ``fabric.strategy.optimizer(params, lr=..., freeze_step=...)`` or by its
+    class; the module is not wrapped. Then the usual loop: ``fabric.backward(loss)``, ``optimizer.step()``. Gradient accumulation
+    (``fabric.no_backward_sync``), clipping (``fabric.clip_gradients``), buffers and checkpoints (``fabric.save``, ``fabric.load``, with
+    one shard per rank beside the file) mean what they mean with DDP. Callbacks of this package need a Trainer: end the warm-up with
+    ``freeze_step`` or ``optimizer.freeze()``.
+
+    Args:
+        algorithm: as for ``Trainer(strategy=...)``: what ``optimizer()`` makes, and the only kind that ``setup`` takes.
+        timeout: bound of every wait for other ranks.
+        ranks_per_node: ranks that average first and share the exchange between nodes; None: those of a machine if there are several
+            machines, 1: the flat exchange.
+        broadcast_buffers: whether buffers follow rank 0's during training, as with DDP.
+        **kwargs: of Fabric's ``DDPStrategy`` (``accelerator``, ``process_group_backend``, ``start_method``, ...).
+
+    Raises:
+        ValueError: an unknown algorithm, or ``ranks_per_node`` that does not divide the number of ranks (at set-up).
+        TypeError: an optimizer that is not of this algorithm (at set-up); unknown arguments.
+
+    Example:
+        >>> fabric = Fabric(devices=2, strategy="onebit_adam")
+        >>> fabric.launch()
+        >>> model, optimizer = fabric.setup(model, fabric.strategy.optimizer(model.parameters(), lr=1e-3, freeze_step=1000))
+    """
+
+    def __init__(
+        self,
+        algorithm: str = "onebit_adam",
+        *,
+        timeout: timedelta | None = DEFAULT_TIMEOUT,
+        ranks_per_node: int | None = None,
+        broadcast_buffers: bool = True,
+        accelerator: Any = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: Any = None,
+        checkpoint_io: Any = None,
+        precision: Any = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+    ) -> None:
+        self._algorithm: Algorithm = find_algorithm(algorithm)
+        check_integer("ranks_per_node", ranks_per_node, least=1, optional=True)
+        if not isinstance(broadcast_buffers, bool):
+            raise TypeError(f"broadcast_buffers={broadcast_buffers!r} must be True or False")
+        self._ranks_per_node = ranks_per_node
+        self._broadcast_buffers = broadcast_buffers
+        self._optimizers: list[OnebitOptimizer] = []
+        self._names: dict[Tensor, str] = {}
+        self._sync = True
+        self._unscale: _LockstepUnscale | None = None
+        super().__init__(
+            accelerator=accelerator,
+            parallel_devices=parallel_devices,
+            cluster_environment=cluster_environment,
+            checkpoint_io=checkpoint_io,
+            precision=precision,
+            process_group_backend=process_group_backend,
+            timeout=timeout,
+            start_method=start_method,
+        )
+        self._backward_sync_control = _SyncControl(self)
+
+    @classmethod
+    def register_strategies(cls, strategy_registry: Any) -> None:
+        """Registers this class under the names of all algorithms and start methods."""
+        for strategy in registered_strategies():
+            strategy_registry.register(
+                strategy.name,
+                cls,
+                description=f"{strategy.algorithm.title} with `start_method` {strategy.start_method!r}",
+                override=True,
+                algorithm=strategy.algorithm.name,
+                start_method=strategy.start_method,
+            )
+
+    @property
+    def onebit_optimizers(self) -> list[OnebitOptimizer]:
+        """The optimizers that were set up."""
+        return list(self._optimizers)
+
+    def optimizer(self, params: Any, **kwargs: Any) -> OnebitOptimizer:
+        """Makes the optimizer of this strategy's algorithm.
+
+        Args:
+            params: parameters or parameter groups.
+            **kwargs: arguments of the optimizer's class.
+        """
+        return self._algorithm.optimizer(params, **kwargs)
+
+    # ----- setting up -------------------------------------------------------------------------------------------------
+
+    def setup_environment(self) -> None:
+        """Connects the processes."""
+        connected = _connected()
+        super().setup_environment()
+        if _connected() and not connected:
+            atexit.register(_disconnect)
+        scaler = getattr(self.precision, "scaler", None)
+        if scaler is not None:
+            self._unscale = scaler.unscale_ = _LockstepUnscale(scaler)
+
+    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+        """Wraps nothing: compares the module over all ranks and gives all of them rank 0's weights and buffers."""
+        _check_module(module, ValueError)
+        self._names |= {p: name for name, p in module.named_parameters()}
+        buffers = None
+        if _connected():
+            handshake(self._everyone("module set-up"), _describe(module), self.root_device, "module")
+            ignored = _ignored(module)
+            _sync_module_states(
+                module, _world(), _BROADCAST_BYTES, 0, ignored, broadcast_buffers=self._broadcast_buffers
+            )
+            buffers = _BufferSync(module, ignored) if self._broadcast_buffers else None
+
+        def before(*_: Any) -> None:
+            if torch.is_grad_enabled():
+                for optimizer in self._optimizers:
+                    optimizer.show_local()
+            if buffers is not None:
+                buffers.before_forward()
+
+        def after(*_: Any) -> None:
+            if buffers is not None:
+                buffers.after_forward(self._sync)
+
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
+        return module
+
+    def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """Connects an optimizer with its own process group."""
+        name, wanted = type(optimizer).__name__, self._algorithm
+        if not isinstance(optimizer, OnebitOptimizer) or optimizer.algorithm != wanted.name:
+            raise TypeError(
+                f"{name} cannot be trained by the Fabric strategy {wanted.name!r}: give `fabric.setup` "
+                f"`fabric.strategy.optimizer(params, ...)`, or `lightning_onebit.{wanted.optimizer.__name__}(params, ...)`."
+            )
+        if wanted.warm_up and optimizer.phase is Phase.WARMUP and optimizer.freeze_step is None:
+            rank_zero_info(f"{name} has no freeze step: its steps stay dense until `optimizer.freeze()` is called.")
+        if _connected():
+            limit = timedelta(seconds=optimizer.options.timeout)
+            optimizer.release_communication()
+            optimizer.configure_communication(
+                dist.new_group(timeout=self._timeout),
+                ranks_per_node=self._node_size(),
+                timeout=min(self._timeout, limit) if self._timeout is not None else limit,
+                parameter_names=self._names,
+            )
+        self._optimizers.append(optimizer)
+        return optimizer
+
+    def _node_size(self) -> int:
+        world = dist.get_world_size()
+        size = self._ranks_per_node or (self.num_processes if self.num_nodes > 1 else 1)
+        if world % size:
+            raise ValueError(f"ranks_per_node={size} does not divide the {world} ranks of this run: give a divisor")
+        return size if size < world else 1
+
+    # ----- training ---------------------------------------------------------------------------------------------------
+
+    def backward(self, tensor: Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
+        """Runs backward; afterwards gradients are averaged where the next step is dense."""
+        for optimizer in self._optimizers:
+            optimizer.begin_backward(self._sync)
+        super().backward(tensor, module, *args, **kwargs)
+        if self._sync:
+            for optimizer in self._optimizers:
+                optimizer.sync_gradients()
+
+    def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+        """Fabric's; afterwards the module shows the model that all ranks share (0/1 Adam between synchronisations)."""
+        result = super().optimizer_step(optimizer, **kwargs)
+        if self._unscale is not None and self._unscale.overflowed(optimizer):
+            optimizer.skip_step()
+        optimizer.show_consensus()
+        return result
+
+    def clip_gradients_norm(
+        self,
+        module: torch.nn.Module,
+        optimizer: Any,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor:
+        """Clips by the norm over all ranks, by the same factor on each (``OnebitOptimizer.clip_grad_norm_``).
+
+        Raises:
+            ValueError: another norm than the 2-norm.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; all ranks raise alike.
+        """
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type={norm_type!r}: gradients of several ranks are clipped by their 2-norm only")
+        self.precision.unscale_gradients(optimizer)
+        norm: Tensor = optimizer.clip_grad_norm_(max_norm)
+        if error_if_nonfinite and not bool(torch.isfinite(norm)):
+            raise RuntimeError(
+                f"the norm of the gradients is {float(norm)}; give error_if_nonfinite=False to let the step be skipped"
+            )
+        return norm
+
+    # ----- checkpoints ------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Fabric's; what differs by rank is written by every rank beside the file. Collective."""
+        saved = [o for o in self._optimizers if any(value is o for value in state.values())]
+        save: Callable[..., None] = super().save_checkpoint
+        if not saved:
+            save(path, state, *args, **kwargs)
+            return
+        states = [optimizer.residual_state_dict() for optimizer in saved]
+        transport = self._everyone("checkpoint")
+        path, chosen = self.broadcast((str(path), uuid.uuid4().hex))
+        stamp = Stamp(chosen, transport.size, any(part["tensors"] for part in states))
+        save_shards(
+            path,
+            stamp,
+            transport,
+            states,
+            self.root_device,
+            lambda: save(path, {**state, STAMP_KEY: stamp.as_dict()}, *args, **kwargs),
+            cleans=self.local_rank == 0,
+        )
+
+    def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Fabric's; completes the optimizers with what lies beside the file. Collective."""
+        rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
+        loaded = [o for o in self._optimizers if isinstance(state, dict) and any(v is o for v in state.values())]
+        if loaded:
+            try:
+                stamp = Stamp.of(rest)
+                said = None
+                if stamp is not None and stamp.shards:
+                    transport = self._everyone("checkpoint")
+                    said = restore_residuals(str(path), stamp, transport, loaded, self.root_device)
+                elif stamp is None and restarted(loaded):
+                    said = "residuals are not in the checkpoint and start from zero"
+                if said is not None:
+                    rank_zero_info(f"{path}: {said}.")
+            except ShardError as error:
+                rank_zero_warn(f"resuming without residuals, which start from zero: {error}")
+            for optimizer in loaded:
+                optimizer.show_consensus()
+        rest.pop(STAMP_KEY, None)
+        return rest
+
+    def _everyone(self, name: str) -> Transport:
+        """All ranks, for small rounds that neither training nor its accounts know of."""
+        topology = Topology.create(None, timeout=self._timeout)
+        return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, name)
+
+
+class _SyncControl:
+    """What ``fabric.no_backward_sync`` asks."""
+
+    def __init__(self, strategy: FabricMixin) -> None:
+        self._strategy = strategy
+
+    @contextlib.contextmanager
+    def no_backward_sync(self, module: torch.nn.Module, enabled: bool) -> Iterator[None]:
+        """Within it gradients only accumulate."""
+        before = self._strategy._sync
+        self._strategy._sync = before and not enabled
+        try:
+            yield
+        finally:
+            self._strategy._sync = before
+
+
+def __getattr__(name: str) -> Any:
+    if name != "OnebitStrategy":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    loaded = [package for package in FABRICS if package in sys.modules]
+    for package in [*loaded, *FABRICS]:
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError:
+            continue
+        return importlib.import_module(FABRICS[package]).OnebitStrategy
+    raise ModuleNotFoundError("lightning_onebit.fabric needs Fabric: install `lightning` or `lightning-fabric`.")
