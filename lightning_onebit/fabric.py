@@ -60,7 +60,13 @@ class FabricMixin(_Base):
         ranks_per_node: ranks that average first and share the exchange between nodes; None: those of a machine if there are several
             machines, 1: the flat exchange.
         broadcast_buffers: whether buffers follow rank 0's during training, as with DDP.
-        **kwargs: of Fabric's ``DDPStrategy`` (``accelerator``, ``process_group_backend``, ``start_method``, ...).
+        accelerator: see Fabric's ``DDPStrategy``, like all that follow.
+        parallel_devices: devices of this node.
+        cluster_environment: how processes find each other.
+        checkpoint_io: reads and writes checkpoints.
+        precision: numeric precision.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: by device.
+        start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
 
     Raises:
         ValueError: an unknown algorithm, or ``ranks_per_node`` that does not divide the number of ranks (at set-up).
@@ -107,7 +113,7 @@ class FabricMixin(_Base):
             timeout=timeout,
             start_method=start_method,
         )
-        self._backward_sync_control = _SyncControl(self)
+        self._backward_sync_control: Any = _SyncControl(self)
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
@@ -148,7 +154,7 @@ class FabricMixin(_Base):
         if scaler is not None:
             self._unscale = scaler.unscale_ = _LockstepUnscale(scaler)
 
-    def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
+    def setup_module(self, module: torch.nn.Module) -> Any:
         """Wraps nothing: compares the module over all ranks and gives all of them rank 0's weights and buffers."""
         _check_module(module, ValueError)
         self._names |= {p: name for name, p in module.named_parameters()}

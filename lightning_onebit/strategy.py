@@ -130,6 +130,7 @@ class OnebitMixin(_Base):
         >>> Trainer(devices=2, strategy=OnebitStrategy(freeze_step=1000, max_grad_norm=1.0))
     """
 
+    optimizers: Any  # the base class's property
     # What the binding modules fill in with classes of their tree.
     _misconfiguration: ClassVar[type[Exception]]
     _freeze_callback: ClassVar[type[Any]]
