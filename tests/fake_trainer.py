@@ -31,6 +31,7 @@ class FakeTrainer:
         self.world_size = 2
         self.progress_bar_callback: Any = None
         self.log_dir: str | None = None
+        self.loggers: list[Any] = []
         self.default_root_dir = "."
         self._logger_connector = SimpleNamespace(should_update_logs=True)
         self.is_last_batch = False

@@ -292,6 +292,23 @@ def test_the_figure_is_drawn_beside_the_logs_or_where_asked(named: bool, tmp_pat
     assert path.read_bytes().startswith(b"\x89PNG") and str(path) in said[-1]
 
 
+def test_figures_of_runs_that_share_a_log_folder_do_not_replace_each_other(tmp_path: Path, said: list[str]) -> None:
+    """W&B and MLflow have one ``log_dir`` for all runs; TensorBoard and CSV one per run."""
+    pytest.importorskip("matplotlib")
+    for version, log_dir, place in (
+        ("run1", tmp_path, tmp_path / "project" / "run1"),
+        ("run2", tmp_path, tmp_path / "project" / "run2"),
+        ("version_0", tmp_path / "logs" / "version_0", tmp_path / "logs" / "version_0"),
+    ):
+        trainer = FakeTrainer([onebit_adam()])
+        trainer.log_dir = str(log_dir)
+        trainer.loggers = [SimpleNamespace(save_dir=str(tmp_path), name="project", version=version)]
+        callback = CompressionStatsMixin(1, figure=True, summary=False)
+        trainer, module = _train(callback, trainer.strategy.onebit_optimizers, 3, trainer=trainer)
+        callback.on_train_end(trainer, module)
+        assert (place / FIGURE_NAME).is_file()
+
+
 def test_the_history_of_the_figure_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.setattr("lightning_onebit.callbacks.stats.MAX_HISTORY", 8)

@@ -143,7 +143,8 @@ class CompressionStatsMixin:
         progress_bar: add the item to the progress bar.
         summary: log the table when fit ends.
         figure: draw volume, ratio, residual and loss against bytes when fit ends, into ``onebit_compression.png`` in
-            ``trainer.log_dir``, or into the file named here.
+            ``trainer.log_dir`` (with loggers that keep all runs in one folder, such as W&B and MLflow, in the run's folder
+            of it, ``<name>/<version>``), or into the file named here.
 
     Raises:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
@@ -265,7 +266,9 @@ class CompressionStatsMixin:
             # trainer.log_dir is a collective: every rank asks for it.
             directory = trainer.log_dir or trainer.default_root_dir
             if trainer.is_global_zero:
-                path = self.figure if isinstance(self.figure, str) else os.path.join(directory, FIGURE_NAME)
+                path = self.figure
+                if not isinstance(path, str):
+                    path = os.path.join(_run_directory(trainer, directory), FIGURE_NAME)
                 self._draw(path)
                 rank_zero_info(f"CompressionStats: figure saved as {path}")
         self._release()
@@ -455,6 +458,14 @@ class CompressionStatsMixin:
                 axis.legend(fontsize=8)
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         figure.savefig(path, dpi=150)
+
+
+def _run_directory(trainer: Any, directory: str) -> str:
+    """A folder of this run alone: some loggers have only one for all runs, where figures would replace each other."""
+    logger = next(iter(trainer.loggers), None)
+    if logger is None or logger.save_dir is None or os.path.abspath(logger.save_dir) != os.path.abspath(directory):
+        return directory
+    return os.path.join(directory, str(logger.name or ""), str(logger.version or ""))
 
 
 def _collective_device(trainer: Any) -> torch.device:
