@@ -396,6 +396,9 @@ class OnebitMixin(_Base):
         run.dense = _DenseAverage(
             self.lightning_module, self.onebit_optimizers, self._connect_dense, self._overlap_dense
         )
+        # Creating a group ends on one rank before the others have connected. A rank that raises next (a callback that refuses an
+        # option, say) would close its connections, and they would report that instead of the reason.
+        self.barrier()
 
     def _node_size(self) -> int:
         """Ranks that exchange as one node; 1 for the flat exchange. Collective if nodes must be found out."""

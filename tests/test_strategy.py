@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from lightning.pytorch.callbacks import Callback
 from lightning_support import TREES, enter, loader, make_module, onebit, plain_net, quiet_trainer, strategy_class
 from packaging.version import Version
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -23,6 +24,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import lightning_onebit as ob
 from lightning_onebit import registry
 from lightning_onebit.registry import ALGORITHMS, Algorithm, available_strategies, find_algorithm
+from lightning_onebit.strategy import _Run
 
 ROOT = Path(__file__).parents[1]
 
@@ -559,3 +561,38 @@ def test_a_freeze_is_added_exactly_where_nothing_says_when_the_warm_up_ends() ->
     assert found["callback"] == ([(None, 3, 0.2)], 0, 0, ["compressed"], [3])
     assert found["model's callback"] == ([(None, 3, 0.2)], 0, 0, ["compressed"], [3])
     assert found["dense"] == ([], 0, 0, [], [])
+
+
+def refusing_at_once(rank: int, world: int) -> tuple[str, bool]:
+    """Refused right after the process groups are made; whether the other rank had made its own by then."""
+    pl = enter(rank)
+    store = torch.distributed.distributed_c10d._get_default_store()
+    original = _Run.new_group
+
+    def new_group(run: Any, timeout: Any) -> Any:
+        group = original(run, timeout)
+        store.add("groups made", 1)
+        return group
+
+    _Run.new_group = new_group  # type: ignore[method-assign]
+    module = make_module(pl, onebit(5))
+    try:
+        quiet_trainer(pl, strategy_class()(), callbacks=[AfterGroups(store)]).fit(module, loader())
+    except InterruptedError as error:
+        return str(error), True
+    return "trained", False
+
+
+class AfterGroups(Callback):
+    """Refuses at the first chance after the groups were made."""
+
+    def __init__(self, store: Any) -> None:
+        self.store = store
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        raise InterruptedError(f"{self.store.add('groups made', 0)} ranks have made their groups")
+
+
+def test_no_rank_goes_on_before_all_have_made_their_process_groups() -> None:
+    for _ in range(3):
+        assert run_ranks(refusing_at_once, 3) == [("3 ranks have made their groups", True)] * 3
