@@ -43,7 +43,9 @@ def _compress(a, old_scales, old_words, b, g, e, scales, words):  # type: ignore
                     acc[j] += y[j] * y[j]
                 for j in range(LANES):
                     # copysign sees the sign of -0.0, and LLVM can vectorise it
-                    word[j] = (word[j] >> u32(1)) | (u32(0x80000000) if math.copysign(f32(1), y[j]) < f32(0) else u32(0))
+                    word[j] = (word[j] >> u32(1)) | (
+                        u32(0x80000000) if math.copysign(f32(1), y[j]) < f32(0) else u32(0)
+                    )
                     old[j] >>= u32(1)
             width = LANES
             while width > 1:

@@ -104,7 +104,9 @@ class Clock:
         return Row(name, nbytes, statistics.median(times), (quartiles[2] - quartiles[0]) / 2)
 
     def _events(self, fn: Callable[[], object]) -> list[float]:
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self._repeats)]
+        marks = [
+            (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(self._repeats)
+        ]
         torch.cuda.synchronize()
         for begin, end in marks:
             begin.record()
@@ -125,7 +127,9 @@ class Clock:
 class Model:
     """Parameters, gradients and the optimizer's state, cut into buckets."""
 
-    def __init__(self, elements: int, bucket_mb: float, device: torch.device, gradients: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, elements: int, bucket_mb: float, device: torch.device, gradients: torch.dtype = torch.float32
+    ) -> None:
         self.device = device
         numels = [elements // TENSORS] * TENSORS
         self.plan: Plan = plan_buckets(
@@ -137,7 +141,9 @@ class Model:
         self.r = self.flat(1.0).abs_().add_(1.0)
         self.momentum = [self.payload(b.blocks) for b in self.buckets]
         self.sent = [self.payload(b.blocks) for b in self.buckets]
-        self.factors = [[torch.full((b.blocks,), value, device=device) for value in (0.9, 0.1, 0.9999, 1e-5)] for b in self.buckets]
+        self.factors = [
+            [torch.full((b.blocks,), value, device=device) for value in (0.9, 0.1, 0.9999, 1e-5)] for b in self.buckets
+        ]
         self.x_spans = [self.bind(b, self.x) for b in self.buckets]
         self.g_spans = [self.bind(b, self.g) for b in self.buckets]
 
@@ -253,18 +259,28 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
             lambda: kernels.lamb_update(b, x, model.sent[k], model.momentum[k], size, fresh, factors),
         ),
         ("lamb_apply", 12 * valid + bits, lambda: kernels.lamb_apply(b, x, model.sent[k], size, a, decay, alpha)),
-        ("local_step", 40 * valid, lambda: kernels.local_step(b, x, g, flats[0], flats[2], size, flats[3], factors[:4])),
+        (
+            "local_step",
+            40 * valid,
+            lambda: kernels.local_step(b, x, g, flats[0], flats[2], size, flats[3], factors[:4]),
+        ),
         (
             "sample",
             20 * elements + signs.raw.numel(),
-            lambda: kernels.sample(b, 0, b.blocks, b=a, o=o, g=g, m=flats[0], a=size, key=worker, first_block=0, out=signs),
+            lambda: kernels.sample(
+                b, 0, b.blocks, b=a, o=o, g=g, m=flats[0], a=size, key=worker, first_block=0, out=signs
+            ),
         ),
         (
             "vote of 8 ranks",
             eight.raw.numel() + 4 * votes.numel(),
             lambda: kernels.vote(eight, b.lengths, "random", server, 0, votes),
         ),
-        ("apply_votes", 8 * valid + 8 * live.numel(), lambda: kernels.apply_votes(b, x, votes, live, None, decay, alpha)),
+        (
+            "apply_votes",
+            8 * valid + 8 * live.numel(),
+            lambda: kernels.apply_votes(b, x, votes, live, None, decay, alpha),
+        ),
         ("mark_live", 4 * elements + 4 * live.numel(), lambda: kernels.mark_live(b, 0, b.blocks, size, marked)),
     ]
     for name, nbytes, fn in calls:
@@ -388,7 +404,9 @@ def measure_launch(kernels: Any, device: torch.device) -> float:
     a, b, _, _ = model.factors[0]
 
     def compress() -> None:
-        kernels.compress(bucket, 0, bucket.blocks, a=a, m=model.momentum[0], b=b, g=model.g_spans[0], e=model.e, out=model.sent[0])
+        kernels.compress(
+            bucket, 0, bucket.blocks, a=a, m=model.momentum[0], b=b, g=model.g_spans[0], e=model.e, out=model.sent[0]
+        )
 
     compress()
     begin = time.perf_counter()
@@ -474,8 +492,14 @@ def run(arguments: argparse.Namespace) -> Report:
     torch.manual_seed(0)
     kernels = get_backend("auto" if arguments.dry_run else "cuda", device)
     clock = Clock(device, arguments.repeats)
-    settings = {"elements": arguments.elements // TENSORS * TENSORS, "bucket_mb": arguments.bucket_mb, "repeats": arguments.repeats}
-    report = Report(machine(device), {**settings, "block_size": BLOCK_SIZE, "tensors": TENSORS, "kernels": kernels.name})
+    settings = {
+        "elements": arguments.elements // TENSORS * TENSORS,
+        "bucket_mb": arguments.bucket_mb,
+        "repeats": arguments.repeats,
+    }
+    report = Report(
+        machine(device), {**settings, "block_size": BLOCK_SIZE, "tensors": TENSORS, "kernels": kernels.name}
+    )
     copy = measure_copy(clock, settings["elements"], device)
     report.copy_gigabytes_per_second = copy.gigabytes_per_second
     report.add(copy)
@@ -485,7 +509,13 @@ def run(arguments: argparse.Namespace) -> Report:
     fused = measure_fused_adamw(clock, report, model)
     deepspeed = measure_deepspeed(clock, report, model, 8)
     measure_others(clock, report, kernels, Model(arguments.elements // 4, 1e9, device))
-    measure_step(clock, report, kernels, Model(arguments.elements, arguments.bucket_mb, device, torch.bfloat16), ", bf16 gradients")
+    measure_step(
+        clock,
+        report,
+        kernels,
+        Model(arguments.elements, arguments.bucket_mb, device, torch.bfloat16),
+        ", bf16 gradients",
+    )
     for bucket_mb in (4.0, 16.0, 64.0):
         small = Model(arguments.elements, bucket_mb, device)
         measure_step(clock, report, kernels, small, f", buckets of {bucket_mb:g} MB")
@@ -517,7 +547,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     if arguments.dry_run:
         arguments.elements, arguments.repeats, arguments.bucket_mb = min(arguments.elements, 300_000), 3, 0.5
     elif not torch.cuda.is_available():
-        parser.exit(2, "gpu_kernels.py needs a CUDA device (torch sees none); --dry-run tests the program without one\n")
+        parser.exit(
+            2, "gpu_kernels.py needs a CUDA device (torch sees none); --dry-run tests the program without one\n"
+        )
     report = run(arguments)
     arguments.out.mkdir(parents=True, exist_ok=True)
     (arguments.out / "gpu_kernels.json").write_text(json.dumps(asdict(report), indent=1) + "\n")

@@ -105,7 +105,7 @@ class Run:
             "T_w": o.get("freeze_step"),
             "bias_correction": o.get("bias_correction", True),
             "block_size": o.get("block_size", 2048),
-            "phi": o.get("denominator_floor", 0.01),
+            "phi": o.get("denominator_floor", 0.1),
             "max_norm": o.get("max_grad_norm"),
         }
         simulated = oracle.Adam(self.start()[only], world, **{**settings, **differing})

@@ -63,7 +63,7 @@ class BinSGDM(OnebitOptimizer):
         ValueError: an option out of range.
 
     Example:
-        >>> optimizer = BinSGDM(model.parameters(), lr=1e-3, beta=0.9)
+        >>> optimizer = BinSGDM(model.parameters(), lr=1e-3, beta=0.7)
     """
 
     algorithm = "binsgdm"
@@ -75,7 +75,7 @@ class BinSGDM(OnebitOptimizer):
         self,
         params: Any,
         lr: float = 1e-3,
-        beta: float = 0.9,
+        beta: float = 0.7,
         weight_decay: float = 0.0,
         *,
         server: str = "random",

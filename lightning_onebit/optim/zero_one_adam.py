@@ -96,7 +96,7 @@ class ZeroOneAdam(AdamMoments):
         bias_correction: bool = True,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
-        denominator_floor: float = 0.01,
+        denominator_floor: float = 0.1,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float = 16.0,

@@ -55,7 +55,7 @@ class Adam:
         T_w: int | None = None,
         bias_correction: bool = True,
         block_size: int = 2048,
-        phi: float = 0.01,
+        phi: float = 0.1,
         max_norm: float | None = None,
         compressed: Sequence[bool] | None = None,
         ranks_per_node: int = 1,

@@ -43,7 +43,7 @@ class BinSGDM:
         *,
         uniform: Uniform,
         lr: float = 1e-3,
-        b: float = 0.9,
+        b: float = 0.7,
         wd: float = 0.0,
         server: str = "random",
         ranks_per_node: int = 1,

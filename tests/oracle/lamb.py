@@ -44,7 +44,7 @@ class Lamb:
         T_w: int | None = None,
         bias_correction: bool = True,
         block_size: int = 2048,
-        phi: float = 0.01,
+        phi: float = 0.1,
         max_norm: float | None = None,
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,

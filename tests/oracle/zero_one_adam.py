@@ -93,7 +93,7 @@ class ZeroOneAdam:
         local_step_policy: str = "interval",
         bias_correction: bool = True,
         block_size: int = 2048,
-        phi: float = 0.01,
+        phi: float = 0.1,
         ranks_per_node: int = 1,
     ) -> None:
         start = [np.array(a, dtype=np.float64).ravel() for a in x]
