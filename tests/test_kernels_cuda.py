@@ -102,7 +102,9 @@ def test_sixteen_byte_loads_are_used_where_alignment_allows(shims: dict[str, Cud
 
 
 @pytest.mark.parametrize("block_size", [96, 2048])
-def test_tensors_that_begin_anywhere_in_memory_give_the_same_bits(shims: dict[str, CudaKernels], block_size: int) -> None:
+def test_tensors_that_begin_anywhere_in_memory_give_the_same_bits(
+    shims: dict[str, CudaKernels], block_size: int
+) -> None:
     """The shim stops at a 16-byte access that is not aligned, as a GPU does."""
     for name in cases.CASES:
         found = compare(shims["forward"], name, block_size, (100, 4097, 64), unaligned)
@@ -170,7 +172,9 @@ def test_no_kernel_touches_memory_outside_its_tensors(shims: dict[str, CudaKerne
         [sys.executable, str(root / "tests" / "cuda_shim" / "guarded.py")],
         capture_output=True, text=True, timeout=150, env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
-    assert done.returncode == 0 and "all cases kept" in done.stdout, f"exit code {done.returncode}: {done.stderr[-2000:]}"
+    assert done.returncode == 0 and "all cases kept" in done.stdout, (
+        f"exit code {done.returncode}: {done.stderr[-2000:]}"
+    )
 
 
 HALF = "    const int half = (width + 1) / 2;\n"
@@ -328,7 +332,9 @@ def test_a_device_that_computes_other_bits_is_refused() -> None:
 
 
 @pytest.mark.parametrize("architecture", compilers.ARCHITECTURES)
-def test_every_kernel_compiles_without_spills(architecture: int, record_property: Callable[[str, object], None]) -> None:
+def test_every_kernel_compiles_without_spills(
+    architecture: int, record_property: Callable[[str, object], None]
+) -> None:
     """By NVRTC as CuPy does it, else by nvcc; registers are reported with ``--junit-xml`` or ``-s``."""
     found = compilers.nvrtc_for(architecture)
     if found is not None:
@@ -340,7 +346,10 @@ def test_every_kernel_compiles_without_spills(architecture: int, record_property
     else:
         pytest.skip(f"no NVRTC (pip install nvidia-cuda-nvrtc-cu12) and no nvcc that supports sm_{architecture}")
     assert {u.kernel for u in usages} == set(kernel_names()) and binary[:4] == b"\x7fELF"
-    print(f"\nsm_{architecture} by {by}: " + ", ".join(f"{u.kernel.removeprefix('onebit_')} {u.registers}" for u in usages))
+    print(
+        f"\nsm_{architecture} by {by}: "
+        + ", ".join(f"{u.kernel.removeprefix('onebit_')} {u.registers}" for u in usages)
+    )
     for usage in usages:
         record_property(f"registers of {usage.kernel} on sm_{architecture}", usage.registers)
         assert usage.stack == usage.spill_stores == usage.spill_loads == 0, f"{usage} spills"
@@ -433,7 +442,9 @@ def test_without_cupy_the_reference_runs_and_one_warning_names_the_extra(
         get_backend("cuda", "cuda")
 
 
-@pytest.mark.parametrize(("torch_cuda", "cupy_runtime", "extra"), [("13.0", 12080, "cuda13"), ("12.6", 13000, "cuda12")])
+@pytest.mark.parametrize(
+    ("torch_cuda", "cupy_runtime", "extra"), [("13.0", 12080, "cuda13"), ("12.6", 13000, "cuda12")]
+)
 def test_cupy_for_another_cuda_is_told_apart(
     cuda_machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, torch_cuda: str, cupy_runtime: int, extra: str
 ) -> None:

@@ -73,11 +73,15 @@ class World:
         values = self.rng.uniform(low, high, len(self.bucket.spans) + 8).astype(np.float32)
         return self.put(torch.from_numpy(values)[self.bucket.block_param])
 
-    def spans(self, *, dtypes: Sequence[torch.dtype] = DTYPES, missing: int | None = 1, shift: int = 0) -> list[Tensor | None]:
+    def spans(
+        self, *, dtypes: Sequence[torch.dtype] = DTYPES, missing: int | None = 1, shift: int = 0
+    ) -> list[Tensor | None]:
         """One tensor per span, of dtypes in turn; ``shift`` elements lie before each in memory."""
         tensors: list[Tensor | None] = []
         for index, span in enumerate(self.bucket.spans):
-            values = torch.from_numpy(np.clip(self.values(shift + span.numel), -6e4, 6e4)).to(dtypes[index % len(dtypes)])
+            values = torch.from_numpy(np.clip(self.values(shift + span.numel), -6e4, 6e4)).to(
+                dtypes[index % len(dtypes)]
+            )
             tensors.append(None if index == missing else self.put(values)[shift:])
         return tensors
 
@@ -109,7 +113,11 @@ class World:
 def world(kernels: Any, put: Put, block_size: int, sizes: Sequence[int], seed: int = 0, ranks: int = 2) -> World:
     """A bucket of tensors of these sizes and empty blocks up to a multiple of ``ranks``."""
     host = plan_buckets(
-        list(reversed(sizes)), block_size=block_size, world_size=ranks, bucket_elements=2**40, device=torch.device("cpu")
+        list(reversed(sizes)),
+        block_size=block_size,
+        world_size=ranks,
+        bucket_elements=2**40,
+        device=torch.device("cpu"),
     ).buckets[0]
     bucket = _Placed(host.index, block_size, host.first_block, host.blocks, host.spans, host.device)
     bucket.__dict__["lengths"] = put(host.lengths)
@@ -208,7 +216,9 @@ def lamb_update(w: World, old: str) -> Results:
     factors = torch.cat([w.factors(1, w.blocks, low=low, high=high) for low, high in rows])
     fresh = w.flat(positive=True)
     before = w.momentum() if old == "packed" else w.flat()
-    norms = w.kernels.lamb_update(w.bucket, spans, w.momentum(), before, w.flat(positive=True), fresh, w.put(factors.cpu()))
+    norms = w.kernels.lamb_update(
+        w.bucket, spans, w.momentum(), before, w.flat(positive=True), fresh, w.put(factors.cpu())
+    )
     return [norms, fresh]
 
 

@@ -16,7 +16,14 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "onebit_adam": lambda p, **k: OnebitAdam(p, lr=0.01, weight_decay=0.01, freeze_step=2, **k),
     "onebit_lamb": lambda p, **k: OnebitLamb(p, lr=0.01, weight_decay=0.01, freeze_step=2, **k),
     "zero_one_adam": lambda p, **k: ZeroOneAdam(
-        p, lr=0.01, weight_decay=0.01, var_freeze_step=4, var_update_scaler=2, local_step_scaler=2, local_step_clipper=4, **k
+        p,
+        lr=0.01,
+        weight_decay=0.01,
+        var_freeze_step=4,
+        var_update_scaler=2,
+        local_step_scaler=2,
+        local_step_clipper=4,
+        **k,
     ),
     "binsgdm random": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, server="random", **k),
     "binsgdm mean": lambda p, **k: BinSGDM(p, lr=0.01, server="mean", **k),
@@ -33,10 +40,14 @@ def parameters(device: str, dtype: torch.dtype) -> list[nn.Parameter]:
     return [nn.Parameter(t) for t in tensors]
 
 
-def run(name: str, kernels: str, device: str, group: Any, dtype: torch.dtype = torch.float32, steps: int = 8) -> list[Tensor]:
+def run(
+    name: str, kernels: str, device: str, group: Any, dtype: torch.dtype = torch.float32, steps: int = 8
+) -> list[Tensor]:
     """The parameters after some steps on gradients drawn on the host; every rank of a simulated group draws its own."""
     params = parameters(device, dtype)
-    optimizer = OPTIMIZERS[name](params, kernels=kernels, process_group=group, block_size=64, bucket_mb=0.02, force_compression=True)
+    optimizer = OPTIMIZERS[name](
+        params, kernels=kernels, process_group=group, block_size=64, bucket_mb=0.02, force_compression=True
+    )
     draw = torch.Generator().manual_seed(100 + (group.rank if isinstance(group, SimulatedGroup) else 0))
     for step in range(steps):
         optimizer.zero_grad()
