@@ -540,6 +540,7 @@ def run_chain(chain: Chain) -> float:
 BETAS = (0.7, 0.5, 0.8, 0.9, 0.95)
 DIGITS_SEEDS = tuple(range(8))  # runs of seconds; the loss of 450 images varies by 5 % between seeds
 DEFAULT_FLOOR = 0.1
+HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
 
@@ -562,13 +563,14 @@ def studies() -> dict[str, list[Chain]]:
             Chain("text", "adamw"),
             Chain("text", "onebit_adam", 4, variants=floors[1:], also=(two, four, sixteen, sixty_four)),
             Chain("text", "zero_one_adam", 4, variants=floors[1:], also=((2, True, (0,)), four, sixteen, sixty_four)),
-            Chain("text", "binsgdm", 4, mean, refine=False, also=(sixteen, sixty_four)),
+            Chain("text", "binsgdm", 4, mean, refine=False, also=(sixteen,)),
+            Chain("text", "binsgdm", 64, mean, start=8),
             Chain("text", "binsgdm", 4, (("beta", 0.7),), refine=False, also=((2, True, (0,)), four, sixteen)),
             *(Chain("text", "binsgdm", 4, (("beta", beta),), refine=False) for beta in BETAS[1:]),
         ],
         "lamb": [
-            Chain("large_batch", "lamb", 1, RECIPE, start=12, refine=False),
-            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=12, refine=False, also=((2, True, (0,)),)),
+            Chain("large_batch", "lamb", 1, RECIPE, start=10),
+            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10),
             # with the default, 10: its smallest loss is a little lower, and it stops training at the next lr
             Chain("large_batch", "lamb", start=10),
             Chain("large_batch", "onebit_lamb", 4, start=10, seeds=(0,)),
@@ -589,15 +591,13 @@ def studies() -> dict[str, list[Chain]]:
         ],
         # what decides the gaps: each with one thing changed
         "causes": [
-            digits("onebit_adam", options=(("freeze_step", 480),)),
-            digits("zero_one_adam", options=(("local_step_clipper", 1),)),
-            digits("zero_one_adam", options=(("var_freeze_step", 480),)),
-            Chain("large_batch", "onebit_lamb", 4, (("freeze_step", 240),), start=10, refine=False, seeds=(0,)),
+            digits("onebit_adam", variants=((("freeze_step", 480),),)),
+            digits("zero_one_adam", variants=((("local_step_clipper", 1),), (("var_freeze_step", 480),))),
         ],
-        # residuals in half the memory
+        # residuals in half the memory, at the lr of whole ones
         "residuals": [
-            Chain("text", "onebit_adam", 4, (("residual_dtype", "bfloat16"),), refine=False),
-            Chain("words", "onebit_adam", 4, (("residual_dtype", "bfloat16"),), refine=False),
+            Chain("text", "onebit_adam", 4, variants=(HALVES,)),
+            Chain("words", "onebit_adam", 4, refine=False, variants=(HALVES,)),
         ],
     }
 
