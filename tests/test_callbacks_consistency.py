@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin, ReplicaMismatch, fingerprint
 from lightning_onebit.comm import CollectiveFailure, PlanMismatch
+from lightning_onebit.optim import OnebitAdam
 
 
 def _module(*shapes: tuple[int, ...]) -> torch.nn.Module:
@@ -25,7 +26,7 @@ def _module(*shapes: tuple[int, ...]) -> torch.nn.Module:
 
 
 def _trainer(local: bool = False) -> Any:
-    optimizer = SimpleNamespace(mid_local=False) if local else SimpleNamespace()
+    optimizer = SimpleNamespace(steps=0, mid_local=False) if local else SimpleNamespace(steps=0)
     return SimpleNamespace(global_step=0, strategy=SimpleNamespace(onebit_optimizers=[optimizer]))
 
 
@@ -104,6 +105,32 @@ def _other_start(rank: int, world: int) -> str:
 def test_initial_weights_are_compared() -> None:
     for message in run_ranks(_other_start, 2):
         assert "after step 0" in message and "'w1'" in message
+
+
+def _other_plan(rank: int, world: int, lr: float) -> str:
+    module = _module((40, 5), (4,))
+    optimizer = OnebitAdam(module.parameters(), lr=0.01, freeze_step=2, block_size=32)
+    trainer = SimpleNamespace(global_step=0, strategy=SimpleNamespace(onebit_optimizers=[optimizer]))
+    callback = ReplicaConsistencyMixin(4, timeout=30)
+    callback.on_train_start(trainer, module)
+    for step in range(1, 5):
+        for p in module.parameters():
+            p.grad = torch.full_like(p, float(rank + step))
+        optimizer.step()
+        trainer.global_step = step
+        if step == 4 and rank == 1:
+            optimizer.param_groups[0]["lr"] = lr
+        try:
+            callback.on_train_batch_end(trainer, module, None, None, step)
+        except PlanMismatch as error:
+            return str(error)
+    return ""
+
+
+def test_optimizers_whose_plans_part_while_training_are_told_apart() -> None:
+    assert run_ranks(_other_plan, 2, 0.01) == ["", ""]
+    for message in run_ranks(_other_plan, 2, 0.02):
+        assert "plan of optimizer 0" in message and "lr=0.02" in message and "lr=0.01" in message
 
 
 def _missing(rank: int, world: int) -> str:

@@ -51,7 +51,9 @@ def fingerprint(tensor: Tensor) -> Tensor:
 class ReplicaConsistencyMixin:
     """Compares the weights of all ranks bit for bit and stops a run whose replicas have drifted apart.
 
-    Every rank hashes every parameter (a pass over memory) and all of them exchange the hashes (8 bytes per parameter).
+    Every rank hashes every parameter (a pass over memory) and all of them exchange the hashes (8 bytes per parameter), and a
+    hash of each compressed optimizer's plan: options, phase, steps, groups with their learning rates, and the layout that says which
+    residual belongs to which parameter.
     The first check comes before the first step, the last one when training ends. Local steps of 0/1 Adam let replicas
     differ on purpose: a check that falls between two synchronisations waits for the next one. Works with any strategy
     of this package, whichever optimizers train the model.
@@ -64,7 +66,8 @@ class ReplicaConsistencyMixin:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
         ValueError: an option is out of range.
         ReplicaMismatch: (while training, on every rank) naming the first parameter that differs and where.
-        PlanMismatch: (when training starts, on every rank) the ranks' parameters have different names, shapes or dtypes.
+        PlanMismatch: (when training starts, on every rank) the ranks' parameters have different names, shapes or dtypes; (while
+            training) an optimizer's plan differs.
         CollectiveTimeout: (while training) a rank did not send its hashes in time.
 
     Example:
@@ -118,6 +121,9 @@ class ReplicaConsistencyMixin:
         group = self._transport.topology.group
         self._transport.all_gather(rows, mine, group, what="hashes of the parameters", link=None).wait()
         _compare(names, rows.cpu(), step)
+        for index, optimizer in enumerate(trainer.strategy.onebit_optimizers):
+            if optimizer.steps:  # before the first step it makes the same comparison itself
+                handshake(self._transport, optimizer.plan_description(), pl_module.device, f"plan of optimizer {index}")
 
 
 def _compare(names: Sequence[str], rows: Tensor, step: int) -> None:

@@ -1149,7 +1149,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             # on an account of its own: it belongs to no step, and a run that is resumed makes one more
             lobby = Transport(ranks, ByteLedger(), self._timeout, self.algorithm)
             lobby.step = self._transport.step
-            handshake(lobby, self._description(), self._device, "training plan")
+            handshake(lobby, self.plan_description(), self._device, "training plan")
 
     def _renew_reducer(self) -> None:
         if self._reducer is not None:
@@ -1171,8 +1171,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Whether this or a later step may average the plan's gradients densely."""
         return self._phase is Phase.WARMUP
 
-    def _description(self) -> list[str]:
-        """The plan in words: what all ranks must agree on."""
+    def plan_description(self) -> list[str]:
+        """The plan in words, one fact per line: what all ranks must agree on (options, phase, groups, layout of the parameters)."""
         ranks = self._ranks()
         lines = [f"algorithm {self.algorithm}", f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node"]
         options = {k: v for k, v in vars(self.options).items() if k not in ("process_group", "kernels", "timeout")}
