@@ -268,7 +268,7 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
             "sample",
             20 * elements + signs.raw.numel(),
             lambda: kernels.sample(
-                b, 0, b.blocks, b=a, o=o, g=g, m=flats[0], a=size, key=worker, first_block=0, out=signs
+                b, 0, b.blocks, b=a, o=o, g=g, m=flats[0], a=size, phi=0.5, key=worker, first_block=0, out=signs
             ),
         ),
         (

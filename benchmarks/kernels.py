@@ -127,7 +127,15 @@ class Case:
                 lambda: kernels.sample(
                     *(bucket, 0, blocks),
                     **dict(
-                        b=self.a, o=self.b, g=[self.g], m=self.m, a=self.v, key=(1, 2), first_block=0, out=self.bits
+                        b=self.a,
+                        o=self.b,
+                        g=[self.g],
+                        m=self.m,
+                        a=self.v,
+                        phi=0.5,
+                        key=(1, 2, 3),
+                        first_block=0,
+                        out=self.bits,
                     ),
                 ),
             ),

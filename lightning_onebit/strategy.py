@@ -100,7 +100,7 @@ class OnebitMixin(_Base):
         bias_correction: correct the moments' bias as AdamW does.
         block_size: elements that share one scale.
         max_grad_norm: clip the global gradient norm.
-        denominator_floor: smallest denominator relative to its tensor's mean.
+        denominator_floor: smallest denominator relative to its tensor's mean (BinSGDM: to its block's).
         force_compression: compress even in a world of one rank.
         bucket_mb: MB of fp32 gradients per bucket.
         max_consecutive_skips: steps in a row that non-finite gradients may skip.
@@ -119,6 +119,7 @@ class OnebitMixin(_Base):
         local_step_clipper: see ``ZeroOneAdam``.
         local_step_policy: see ``ZeroOneAdam``.
         server: BinSGDM: how votes are combined, see ``BinSGDM``.
+        draws: BinSGDM: how draws of successive steps relate, see ``BinSGDM``.
         seed: BinSGDM: seed of its draws.
 
     Raises:
@@ -178,6 +179,7 @@ class OnebitMixin(_Base):
         local_step_clipper: int | None = None,
         local_step_policy: str | None = None,
         server: str | None = None,
+        draws: str | None = None,
         seed: int | None = None,
     ) -> None:
         options = {
@@ -204,6 +206,7 @@ class OnebitMixin(_Base):
             "local_step_clipper": local_step_clipper,
             "local_step_policy": local_step_policy,
             "server": server,
+            "draws": draws,
             "seed": seed,
         }
         self._algorithm: Algorithm = find_algorithm(algorithm)

@@ -81,7 +81,7 @@ class Problem(Run):
             "binsgdm": oracle.BinSGDM,
         }
         if self.algorithm == "binsgdm":
-            settings.pop("block_size", None)
+            settings.pop("draws", None)
         simulated = kinds[self.algorithm](self.start(), world, **{**settings, **differing})
         for t in range(self.steps):
             simulated.lr = self.lr_at(t)

@@ -51,7 +51,13 @@ class Sparse(Problem):
             numel = int(np.prod(self.shapes[l]))
             stream = (0, SERVER_STREAM) if who == "server" else (int(who), WORKER_STREAM)
             blocks = -(-numel // size)
-            h = counter_rng.draw_hash(draw_key(seed, t, *stream), plan.starts[l] // size, blocks, size, CPU)
+            h = counter_rng.draw_hash(
+                draw_key(seed, t, *stream, self.options.get("draws") != "independent"),
+                plan.starts[l] // size,
+                blocks,
+                size,
+                CPU,
+            )
             return counter_rng.uniform(h).numpy().ravel()[:numel].astype(np.float64)
 
         return draws
@@ -99,7 +105,7 @@ def test_follows_the_oracle_with_the_draws_of_the_library(server: str, world: in
 # ----- the draws -----------------------------------------------------------------------------------------------------------------
 
 
-def sampled(y: torch.Tensor, a: torch.Tensor, steps: int, copies: int = 100) -> np.ndarray:
+def sampled(y: torch.Tensor, a: torch.Tensor, steps: int, copies: int = 100, stratified: bool = False) -> np.ndarray:
     """How often each coordinate with ``m/a = y`` was drawn as +1, in ``steps * copies`` draws."""
     size = y.numel()
     elements = size * copies
@@ -112,9 +118,10 @@ def sampled(y: torch.Tensor, a: torch.Tensor, steps: int, copies: int = 100) -> 
     # b = 1 and o = 0 leave both averages as they are
     keep, nothing = torch.ones(copies), torch.zeros(copies)
     for step in range(1, steps + 1):
-        key = draw_key(0, step, 0, WORKER_STREAM)
+        key = draw_key(0, step, 0, WORKER_STREAM, stratified)
         kernels.sample(
-            bucket, 0, copies, b=keep, o=nothing, g=[None], m=m, a=magnitude, key=key, first_block=0, out=out
+            *(bucket, 0, copies),
+            **dict(b=keep, o=nothing, g=[None], m=m, a=magnitude, phi=0.0, key=key, first_block=0, out=out),
         )
         bits = np.unpackbits(out.words.contiguous().numpy().view(np.uint8), bitorder="little")
         # bit k of word j is element k*W + j
@@ -134,16 +141,24 @@ def test_q_has_its_argument_for_a_mean() -> None:
     assert abs(statistic - freedom) / np.sqrt(2 * freedom) < 4
 
 
+def test_stratified_draws_add_up_to_their_arguments_within_a_few_draws() -> None:
+    """400 draws of an unchanging argument: the sum is off by less than 6, where independent draws are off by up to 20 and more."""
+    y, steps = torch.linspace(-1, 1, 96), 400
+    positive = np.stack([sampled(y, torch.ones(96), steps, copies=1, stratified=s) for s in (True, False)])
+    error = abs(2 * positive - steps - steps * y.double().numpy())
+    assert error[0].max() < 6 < 20 < error[1].max()
+
+
 def test_a_coordinate_without_any_average_draws_either_sign() -> None:
     rounds = 4000
     positive = sampled(torch.zeros(64), torch.zeros(64), 40)
     assert (abs(positive - rounds / 2) < 4.5 * np.sqrt(rounds) / 2).all()
 
 
-def votes(group: Any, rank: int, world: int, server: str, steps: int) -> Any:
+def votes(group: Any, rank: int, world: int, server: str, steps: int, draws_: str = "independent") -> Any:
     """Votes of all workers and what the server made of them: ``(ubar, mean of m_i/a_i)`` per step."""
     p = torch.nn.Parameter(torch.zeros(2000))
-    optimizer = BinSGDM([p], lr=1.0, server=server, process_group=group)
+    optimizer = BinSGDM([p], lr=1.0, server=server, denominator_floor=0.0, draws=draws_, process_group=group)
     draws = torch.Generator().manual_seed(rank)
     out = []
     for _ in range(steps):
@@ -173,6 +188,19 @@ def test_server_mean_has_one_nth_of_the_variance_and_both_are_unbiased() -> None
     assert variance["mean"] == pytest.approx(expected / (steps - 5) / world, rel=0.02)
     # what is drawn once more has 1 - ybar^2 in all
     assert variance["random"] > 3 * variance["mean"]
+
+
+@pytest.mark.parametrize("server", ["random", "mean"])
+def test_what_stratified_draws_add_up_to_is_closer_to_the_sum_of_what_was_asked_for(server: str) -> None:
+    """Of fluctuating momenta, through workers and server: the variance of the sum over 60 steps falls by more than half."""
+    world, steps = 4, 60
+    variance = {}
+    for draws in ("independent", "stratified"):
+        results = run_world(votes, world, server, steps, draws)
+        total = sum(results[0][t][0] - torch.stack([r[t][1] for r in results]).mean(0) for t in range(steps))
+        assert abs(float(total.mean())) < 4.5 * float(total.std()) / total.numel() ** 0.5, "unbiased"
+        variance[draws] = float(total.square().mean())
+    assert variance["stratified"] < variance["independent"] / 2
 
 
 def noise_of_mean(world: int) -> float:
@@ -267,6 +295,28 @@ def test_every_live_coordinate_moves_by_lr_and_stays_within_lr_times_t() -> None
         torch.testing.assert_close((b - a).abs(), torch.full((300,), 0.01), rtol=1e-4, atol=1e-6)
 
 
+def once(group: Any, rank: int, world: int, phi: float, force: bool) -> Any:
+    """How far each coordinate gets: the first half has a gradient in step 1 only, the other half in every step."""
+    p = torch.nn.Parameter(torch.zeros(128))
+    optimizer = BinSGDM([p], lr=1.0, denominator_floor=phi, server="mean", process_group=group, force_compression=force)
+    for t in range(60):
+        p.grad = torch.ones(128)
+        if t:
+            p.grad[:64] = 0.0
+        optimizer.step()
+    return p.detach().clone()
+
+
+@pytest.mark.parametrize(("world", "force"), [(1, False), (1, True), (2, False)])
+def test_the_floor_brings_a_coordinate_to_rest_that_had_a_gradient_once(world: int, force: bool) -> None:
+    """Without a floor m/a stays 1 for ever, since both decay alike; with it m/c decays and the draws settle around the sum of m/c."""
+    (without, *_), (floored, *_) = (run_world(once, world, phi, force) for phi in (0.0, 0.5))
+    assert torch.equal(without, torch.full((128,), -60.0))
+    assert torch.equal(floored[64:], without[64:])
+    # about 1 / (1 - 0.7) steps, and what is left of a draw or two
+    assert (floored[:64].abs() < 10).all()
+
+
 # ----- what is sent --------------------------------------------------------------------------------------------------------------
 
 
@@ -288,8 +338,10 @@ def test_the_wire_carries_bits_only(server: str, planes: int) -> None:
 # ----- a world of one --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_single_process_steps_by_m_over_a_itself() -> None:
-    made = Problem(6, {"lr": 0.01, "beta": 0.8, "weight_decay": 0.1}, shapes=SMALL, algorithm="binsgdm", cold=50)
+@pytest.mark.parametrize("phi", [0.0, 0.3])
+def test_a_single_process_steps_by_m_over_c_itself(phi: float) -> None:
+    options = {"lr": 0.01, "beta": 0.8, "weight_decay": 0.1, "denominator_floor": phi, "block_size": 64}
+    made = Problem(6, options, shapes=SMALL, algorithm="binsgdm", cold=50)
     params = made.parameters()
     optimizer = made.build(params)
     for t in range(6):
@@ -302,7 +354,11 @@ def test_a_single_process_steps_by_m_over_a_itself() -> None:
             g = made.gradient(t, 0, l)
             assert g is not None
             m, a = 0.8 * m + 0.2 * g, 0.8 * a + 0.2 * np.abs(g)
-            x = x - 0.01 * 0.1 * x - 0.01 * np.divide(m, a, out=np.zeros_like(m), where=a != 0)
+            blocks = [a.ravel()[i : i + 64] for i in range(0, a.size, 64)]
+            c = np.concatenate([np.maximum(b, phi * np.sqrt(np.mean(b**2))) for b in blocks] or [a.ravel()]).reshape(
+                a.shape
+            )
+            x = x - 0.01 * 0.1 * x - 0.01 * np.divide(m, c, out=np.zeros_like(m), where=c != 0)
         close(p.detach(), x.ravel(), 0.01)
     assert optimizer.next_step_is_dense and optimizer.ledger.total.bytes_sent == 0
 
@@ -361,7 +417,9 @@ def test_a_group_that_joins_moves_at_once_and_the_others_know_what_they_have_see
         ({"lr": -1.0}, ValueError, "lr=-1.0"),
         ({"betas": (0.9, 0.99)}, TypeError, "betas"),
         ({"freeze_step": 3}, TypeError, "freeze_step"),
-        ({"denominator_floor": 0.1}, TypeError, "denominator_floor"),
+        ({"denominator_floor": -0.1}, ValueError, "denominator_floor=-0.1"),
+        ({"denominator_floor": 1.5}, ValueError, "denominator_floor=1.5"),
+        ({"draws": "even"}, ValueError, "draws='even' is unknown; choose one of 'stratified', 'independent'"),
     ],
 )
 def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: type[Exception], words: str) -> None:

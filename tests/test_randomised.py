@@ -116,6 +116,8 @@ def scripts(draw: Any, algorithm: str) -> Script:
     else:
         del options["residual_dtype"]  # it has no residuals
         options |= {"server": draw(st.sampled_from(["majority", "random", "mean"])), "seed": draw(st.integers(0, 3))}
+        options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}
+        options |= {"denominator_floor": draw(st.sampled_from([0.0, 0.5, 1.0]))}
     if algorithm == "zero_one_adam":
         options |= {"var_update_scaler": draw(st.integers(1, 3)), "local_step_clipper": draw(st.integers(1, 4))}
         options |= {"local_step_scaler": draw(st.integers(1, 3))}

@@ -36,6 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, SpanLike, Spans
+from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
 
@@ -202,7 +203,7 @@ def build() -> Path:
 # ----- calling --------------------------------------------------------------------------------------------------------
 
 _INT, _LONG, _POINTER, _FLOAT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_float
-_KEY = (ctypes.c_uint32, ctypes.c_uint32)
+_KEY = (ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 _SPANS = (_LONG, _POINTER, _POINTER, _POINTER, _POINTER)  # count, first blocks, lengths, addresses, dtypes
 _PAYLOAD = (_POINTER, _LONG, _LONG)  # address, bytes from row to row, blocks of a row
 
@@ -218,7 +219,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *[_POINTER] * 4),
     "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *[_POINTER] * 4),
     "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 7),
-    "sample": (_LONG, _LONG, *[_POINTER] * 4, *_SPANS, _POINTER, _POINTER, *_KEY, _LONG, *_PAYLOAD),
+    "sample": (_LONG, _LONG, *[_POINTER] * 4, *_SPANS, _POINTER, _POINTER, _FLOAT, *_KEY, _LONG, *_PAYLOAD),
     "vote": (_LONG, _INT, *_PAYLOAD, _POINTER, _INT, *_KEY, _LONG, _INT, _POINTER),
     "apply_votes": (_LONG, _LONG, *_SPANS, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER),
     "mark_live": (_LONG, _LONG, *[_POINTER] * 3),
@@ -625,11 +626,12 @@ class CpuKernels(ReferenceKernels):
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
-        key: tuple[int, int],
+        phi: float,
+        key: DrawKey,
         first_block: int,
         out: Packed,
     ) -> None:
-        """``m = b*m + o*g ; a = b*a + o*|g|``, then drawn signs of ``m/a``, in one pass over memory."""
+        """``m = b*m + o*g ; a = b*a + o*|g|``, then drawn signs of ``m / max(a, phi * rms(a))``, in one pass over memory."""
         size, blocks = bucket.block_size, hi - lo
         elements = blocks * size
         flat_g = None
@@ -645,13 +647,11 @@ class CpuKernels(ReferenceKernels):
         self._call(
             "sample",
             *(size, blocks, lengths, _address(b, "b", blocks), _address(o, "o", blocks), flat_g, *spans_g),
-            *(_address(m, "m", elements), _address(a, "a", elements), *key, first_block),
+            *(_address(m, "m", elements), _address(a, "a", elements), phi, *key, first_block),
             *_payload(out, "out", blocks, size, scales=False),
         )
 
-    def vote(
-        self, received: Packed, lengths: Tensor, mode: str, key: tuple[int, int], first_block: int, out: Tensor
-    ) -> None:
+    def vote(self, received: Packed, lengths: Tensor, mode: str, key: DrawKey, first_block: int, out: Tensor) -> None:
         """Combines the workers' signs of one chunk: drawn, by majority, or counted."""
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
         planes = out.shape[1]

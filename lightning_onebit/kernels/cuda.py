@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, KernelsUnavailable, SpanLike, Spans
+from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
 from lightning_onebit.kernels.transfer import upload
@@ -692,11 +693,12 @@ class CudaKernels(ReferenceKernels):
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
-        key: tuple[int, int],
+        phi: float,
+        key: DrawKey,
         first_block: int,
         out: Packed,
     ) -> None:
-        """``m = b*m + o*g ; a = b*a + o*|g|``, then bits of ``Q(m/a)``."""
+        """``m = b*m + o*g ; a = b*a + o*|g|``, then bits of ``Q(m / max(a, phi * rms(a)))``."""
         size, blocks = bucket.block_size, hi - lo
         flat, bound = 0, None
         if isinstance(g, Tensor):
@@ -708,14 +710,12 @@ class CudaKernels(ReferenceKernels):
         tables = bound.tables if bound is not None else (0, 0)
         arguments = (
             *(self._lengths(bucket, lo), self._address(b, "b", blocks), self._address(o, "o", blocks), flat, *tables),
-            *(self._address(m, "m", blocks * size), self._address(a, "a", blocks * size), *key, first_block),
-            *self._payload(out, "out", blocks, size, has_scales=False),
+            *(self._address(m, "m", blocks * size), self._address(a, "a", blocks * size)),
+            *(np.float32(phi), *key, first_block, *self._payload(out, "out", blocks, size, has_scales=False)),
         )
-        self._launch("sample", m.device, size, blocks, arguments)
+        self._launch("sample", m.device, size, blocks, arguments, accumulators=1)
 
-    def vote(
-        self, received: Packed, lengths: Tensor, mode: str, key: tuple[int, int], first_block: int, out: Tensor
-    ) -> None:
+    def vote(self, received: Packed, lengths: Tensor, mode: str, key: DrawKey, first_block: int, out: Tensor) -> None:
         """Combines the workers' signs of one chunk."""
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
         if rows > _MAX_ROWS:

@@ -975,7 +975,7 @@ KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, cons
   }
 }
 
-// ----- entry points: BinSGDM (the hash is counter_rng.py's) -------------------------------------------------------------------
+// ----- entry points: BinSGDM (the draws are counter_rng.py's) -------------------------------------------------------------------
 
 DEVICE u32 mix(u32 x) {
   x ^= x >> 16;
@@ -985,27 +985,29 @@ DEVICE u32 mix(u32 x) {
   return x ^ (x >> 16);
 }
 DEVICE u32 hash_of_block(i64 block, i64 key0) { return mix(static_cast<u32>(block) ^ static_cast<u32>(key0)); }
-DEVICE u32 hash_of(u32 of_block, int i, i64 key1) { return mix((of_block + static_cast<u32>(i) * 0x9e3779b9u) ^ static_cast<u32>(key1)); }
+DEVICE u32 draw_of(u32 of_block, int i, i64 key1, i64 key2) {
+  return mix((of_block + static_cast<u32>(i) * 0x9e3779b9u) ^ static_cast<u32>(key1)) + static_cast<u32>(key2);
+}
 DEVICE float uniform(u32 h) {  // exact
   return mul(static_cast<float>(static_cast<int>(h >> 9) * 2 + 1 - (1 << 23)), 1.1920928955078125e-7f);
 }
 
-// m = b*m + o*g ; a = b*a + o*|g| ; bit: not m > a*U
+// m = b*m + o*g ; a = b*a + o*|g| ; bit: not m > c*U with c = max(a, phi * rms of the block's a)
 KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* b, const float* o, const float* g,
-                     const int* block_span, const Span* spans, float* m, float* a, i64 key0, i64 key1, i64 first_block,
-                     char* out_raw, i64 out_stride, i64 out_per_row) {
+                     const int* block_span, const Span* spans, float* m, float* a, float phi, i64 key0, i64 key1, i64 key2,
+                     i64 first_block, char* out_raw, i64 out_stride, i64 out_per_row, char* scratch) {
   const Here h = here(block_size, blocks);
-  if (!h.live) return;
   const Bits out = bits_of_block(out_raw, out_stride, out_per_row, h.block, h.lanes, false);
   const int length = lengths[h.block];
   const i64 start = h.block * block_size;
   const Run grad = spans != nullptr ? run_of_block(block_span, spans, h.block, block_size) : flat_run(g, h.block, block_size);
   const float keep = b[h.block], take = o[h.block];
   const u32 seed = hash_of_block(first_block + h.block, key0);
+  float* acc = accumulators(h, scratch, 1);
+  const int part = 8;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    u32 word = 0;
-    const int part = 8;
-    for (int k = 0; k < kPlanes; k += part) {
+    float sum = 0.0f;
+    for (int k = 0; h.live && k < kPlanes; k += part) {
       float gradient[part], moment[part], size[part];
 #pragma unroll
       for (int q = 0; q < part; ++q) moment[q] = m[start + (k + q) * h.lanes + lane];
@@ -1015,11 +1017,30 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
-        const float vm = add(mul(keep, moment[q]), mul(take, gradient[q]));
         const float va = add(mul(keep, size[q]), mul(take, as_float(bits_of(gradient[q]) & ~kSign)));
-        m[start + i] = vm;
+        m[start + i] = add(mul(keep, moment[q]), mul(take, gradient[q]));
         a[start + i] = va;
-        const bool positive = vm > mul(va == 0.0f ? 1.0f : va, uniform(hash_of(seed, i, key1)));
+        sum = add(sum, mul(va, va));
+      }
+    }
+    acc[lane] = sum;
+  }
+  fold_lanes(acc, h);
+  const float least = phi > 0.0f ? mul(phi, scale_of(acc[0], length)) : 0.0f;
+  if (!h.live) return;
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {  // each thread reads what it has written itself
+    u32 word = 0;
+    for (int k = 0; k < kPlanes; k += part) {
+      float moment[part], size[part];
+#pragma unroll
+      for (int q = 0; q < part; ++q) moment[q] = m[start + (k + q) * h.lanes + lane];
+#pragma unroll
+      for (int q = 0; q < part; ++q) size[q] = a[start + (k + q) * h.lanes + lane];
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int i = (k + q) * h.lanes + lane;
+        const float c = size[q] > least ? size[q] : least;
+        const bool positive = moment[q] > mul(c == 0.0f ? 1.0f : c, uniform(draw_of(seed, i, key1, key2)));
         word |= static_cast<u32>(!positive && i < length) << (k + q);
       }
     }
@@ -1031,7 +1052,7 @@ enum VoteMode { kRandom = 0, kMajority = 1, kMean = 2 };
 
 // Counts of negatives live in bit planes: plane p of `count` holds bit p of the counts of a word's 32 elements.
 KERNEL onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, i64 mode, i64 key0,
-                   i64 key1, i64 first_block, u32* out, i64 planes) {
+                   i64 key1, i64 key2, i64 first_block, u32* out, i64 planes) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
   const int kCountPlanes = 16;  // up to 65,535 rows
@@ -1069,9 +1090,9 @@ KERNEL onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, 
 #pragma unroll
       for (int p = 0; p < kCountPlanes; ++p) negatives |= static_cast<int>((count[p] >> k) & 1u) << p;
       const int balance = static_cast<int>(rows) - 2 * negatives;
-      const u32 hash = hash_of(seed, k * h.lanes + lane, key1);
-      const bool negative = mode == kRandom ? !(static_cast<float>(balance) > mul(n, uniform(hash)))
-                                            : balance < 0 || (balance == 0 && hash >= kSign);
+      const u32 draw = draw_of(seed, k * h.lanes + lane, key1, key2);
+      const bool negative = mode == kRandom ? !(static_cast<float>(balance) > mul(n, uniform(draw)))
+                                            : balance < 0 || (balance == 0 && draw >= kSign);
       word |= static_cast<u32>(negative) << k;
     }
     *to = word & valid;

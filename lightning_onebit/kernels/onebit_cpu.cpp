@@ -833,16 +833,16 @@ template <int N> INLINE U<N> mix(U<N> x) {  // counter_rng._mix32
 }
 
 struct Key {
-  uint32_t k0, k1;
+  uint32_t k0, k1, k2;
   uint32_t of_block(int64_t block) const { return mix<1>(static_cast<uint32_t>(block) ^ k0); }
 };
 
-// The hashes of N elements from `first` on, by what Key::of_block says of their block.
-template <int N> INLINE U<N> draws(uint32_t per_block, uint32_t k1, int64_t first) {
+// The draws of N elements from `first` on, by what Key::of_block says of their block.
+template <int N> INLINE U<N> draws(uint32_t per_block, const Key& key, int64_t first) {
   U<N> element = splat<N>(static_cast<uint32_t>(first));
   if constexpr (N > 1)
     for (int j = 0; j < N; ++j) element[j] += static_cast<uint32_t>(j);
-  return mix<N>(static_cast<U<N>>((per_block + element * 0x9e3779b9u) ^ k1));
+  return mix<N>(static_cast<U<N>>((per_block + element * 0x9e3779b9u) ^ key.k1)) + key.k2;
 }
 
 template <int N> INLINE F<N> uniform(U<N> h) {  // (2*(h >> 9) + 1 - 2^23) * 2^-23
@@ -855,13 +855,40 @@ inline void clear_padding(uint32_t* words, int64_t length, int64_t lanes) {
   for (int64_t i = std::max<int64_t>(0, length); i < kPlanes * lanes; ++i) words[i % lanes] &= ~(1u << (i / lanes));
 }
 
-// m = b*m + o*g ; a = b*a + o*|g| ; negative where not m > a*U (a*U: U where a is 0)
-struct Sample {
+// m = b*m + o*g ; a = b*a + o*|g| ; per lane the sum of a*a
+struct Averages {
   int64_t lanes;
   float b, o;
   const float* g;
   float *m, *a;
-  uint32_t per_block, k1;
+  float* squares;
+
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
+  }
+  template <int N> INLINE void one(int64_t lane) const {
+    F<N> sum{};
+    const float keep = b, add = o;
+    float *const to_m = m, *const to_a = a;
+    const float* const from = g;
+    for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
+      const F<N> gradient = load<N>(from + i);
+      const F<N> size = keep * load<N>(to_a + i) + add * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
+      store<N>(to_m + i, keep * load<N>(to_m + i) + add * gradient);
+      store<N>(to_a + i, size);
+      sum = sum + size * size;
+    }
+    store<N>(squares + lane, sum);
+  }
+};
+
+// negative where not m > c*U with c = max(a, least) (c*U: U where c is 0)
+struct Sample {
+  int64_t lanes;
+  float least;
+  const float *m, *a;
+  uint32_t per_block;
+  const Key& key;
   uint32_t* words;
 
   template <int N, int R> INLINE void run(int64_t lane) const {
@@ -869,19 +896,15 @@ struct Sample {
   }
   template <int N> INLINE void one(int64_t lane) const {
     U<N> word{};
-    const float keep = b, add = o;
-    float *const to_m = m, *const to_a = a;
-    const float* const from = g;
+    const F<N> floor = splat<N>(least);
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
-      const F<N> gradient = load<N>(from + i);
-      const F<N> moment = keep * load<N>(to_m + i) + add * gradient;
-      const F<N> size = keep * load<N>(to_a + i) + add * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
-      store<N>(to_m + i, moment);
-      store<N>(to_a + i, size);
-      const U<N> empty = mask<N>(size == F<N>{});
-      const U<N> unit = (bits_as<U<N>>(size) & ~empty) | (splat_bits<N>(1.0f) & empty);
-      const F<N> threshold = bits_as<F<N>>(unit) * uniform<N>(draws<N>(per_block, k1, i));
-      word = (word >> 1) | (~mask<N>(moment > threshold) & kSign);
+      const F<N> size = load<N>(a + i);
+      const U<N> above = mask<N>(size > floor);
+      const U<N> held = (bits_as<U<N>>(size) & above) | (bits_as<U<N>>(floor) & ~above);
+      const U<N> empty = mask<N>(bits_as<F<N>>(held) == F<N>{});
+      const U<N> unit = held | (splat_bits<N>(1.0f) & empty);
+      const F<N> threshold = bits_as<F<N>>(unit) * uniform<N>(draws<N>(per_block, key, i));
+      word = (word >> 1) | (~mask<N>(load<N>(m + i) > threshold) & kSign);
     }
     store<N>(words + lane, word);
   }
@@ -893,7 +916,8 @@ struct Vote {
   int64_t lanes;
   int rows, mode, planes;
   const uint32_t* const* received;
-  uint32_t per_block, k1;
+  uint32_t per_block;
+  const Key& key;
   uint32_t* out;
 
   template <int N, int R> INLINE void run(int64_t lane) const {
@@ -915,13 +939,13 @@ struct Vote {
     }
     U<N> word{};
     for (int plane = 0; plane < kPlanes; ++plane) {
-      const U<N> h = draws<N>(per_block, k1, plane * lanes + lane);
+      const U<N> h = draws<N>(per_block, key, plane * lanes + lane);
       const I<N> balance = bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(rows) - 2u * negatives<N>(lane, plane)));
       U<N> negative;
       if (mode == kRandom) {
         negative = ~mask<N>(to_floats<N>(balance) > static_cast<float>(rows) * uniform<N>(h));
       } else {
-        negative = mask<N>(balance < I<N>{}) | (mask<N>(balance == I<N>{}) & h);  // a tie: the top bit of the hash
+        negative = mask<N>(balance < I<N>{}) | (mask<N>(balance == I<N>{}) & h);  // a tie: the top bit of the draw
       }
       word = (word >> 1) | (negative & kSign);
     }
@@ -1246,20 +1270,23 @@ EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, i
 // g: flat, or null where the spans are given; out: bits without scales
 EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* b, const float* o,
                           const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                          void* const* span_data, const uint8_t* span_dtype, float* m, float* a, uint32_t k0, uint32_t k1,
-                          int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
+                          void* const* span_data, const uint8_t* span_dtype, float* m, float* a, float phi, uint32_t k0, uint32_t k1,
+                          uint32_t k2, int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const Payload out{out_raw, out_stride, out_per_row, false};
-  const Key key{k0, k1};
+  const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch staged(block_size);
+    Scratch staged(block_size), squares(lanes);
     SpanCursor cursor(table, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t at = block * block_size;
       const float* from = g != nullptr ? g + at : whole_block(cursor.at(block), block_size, staged);
       uint32_t* const words = block_of(out, block, lanes).words;
-      for_each_tile(lanes, Sample{lanes, b[block], o[block], from, m + at, a + at, key.of_block(first_block + block), k1, words});
+      for_each_tile(lanes, Averages{lanes, b[block], o[block], from, m + at, a + at, squares});
+      const float sum = fold_lanes(squares, lanes);
+      const float least = phi > 0.0f && lengths[block] > 0 ? phi * root<1>(sum / static_cast<float>(lengths[block])) : 0.0f;
+      for_each_tile(lanes, Sample{lanes, least, m + at, a + at, key.of_block(first_block + block), key, words});
       clear_padding(words, lengths[block], lanes);
     }
   });
@@ -1267,17 +1294,17 @@ EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const
 
 // out: `planes` words of each lane for each block
 EXPORT void onebit_vote(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
-                        const int32_t* lengths, int mode, uint32_t k0, uint32_t k1, int64_t first_block, int planes,
-                        uint32_t* out) {
+                        const int32_t* lengths, int mode, uint32_t k0, uint32_t k1, uint32_t k2, int64_t first_block,
+                        int planes, uint32_t* out) {
   const Payload received{in_raw, in_stride, per_row, false};
-  const Key key{k0, k1};
+  const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
   parallel(threads, per_row, block_size, [&](int64_t first, int64_t last) {
     std::vector<const uint32_t*> words(rows);
     for (int64_t block = first; block < last; ++block) {
       for (int row = 0; row < rows; ++row) words[row] = block_of(received, row * per_row + block, lanes).words;
       uint32_t* const to = out + block * planes * lanes;
-      for_each_tile(lanes, Vote{lanes, rows, mode, planes, words.data(), key.of_block(first_block + block), k1, to});
+      for_each_tile(lanes, Vote{lanes, rows, mode, planes, words.data(), key.of_block(first_block + block), key, to});
       for (int p = 0; p < planes; ++p) clear_padding(to + p * lanes, lengths[block], lanes);
     }
   });

@@ -96,13 +96,18 @@ def _values(packed: Packed) -> Tensor:
     return _signed(packed.scales, unpack_bits(packed.words)).flatten(0, 1)
 
 
-def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed) -> Tensor:
-    """Writes bits and scales of ``y`` into ``out``; returns the residual ``y - C(y)`` (0 on padding)."""
+def _block_rms(y: Tensor, lengths: Tensor) -> Tensor:
+    """Root mean square of each block in the fixed order, fp32 ``(blocks,)``; 0 where a block holds nothing."""
     counts = lengths.to(torch.float32)
     mean = block_square_sums(y) / torch.where(lengths > 0, counts, torch.ones_like(counts))
     # torch.sqrt of fp32 may come from a vector library and be off by one unit; through fp64 it is correctly rounded
     # everywhere
-    scale = torch.sqrt(mean.double()).float()
+    return torch.sqrt(mean.double()).float()
+
+
+def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed) -> Tensor:
+    """Writes bits and scales of ``y`` into ``out``; returns the residual ``y - C(y)`` (0 on padding)."""
+    scale = _block_rms(y, lengths)
     negative = torch.signbit(y) & valid
     out.scales.copy_(scale.view(out.rows, out.blocks_per_row))
     pack_bits(negative.view(out.rows, out.blocks_per_row, out.block_size), out.words)
@@ -394,13 +399,15 @@ class ReferenceKernels:
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
-        key: tuple[int, int],
+        phi: float,
+        key: counter_rng.DrawKey,
         first_block: int,
         out: Packed,
     ) -> None:
-        """Worker side: ``m = b*m + o*g ; a = b*a + o*|g|``, then bits of ``Q(m/a)``, negative where not ``m > a*U``.
+        """Worker side: ``m = b*m + o*g ; a = b*a + o*|g|``, then bits of ``Q(m/c)``, negative where not ``m > c*U``.
 
-        A coordinate with ``a == 0`` counts as ``m/a = 0``: either sign with probability 1/2.
+        ``c = max(a, phi * rms(a))`` with the root mean square of the block. A coordinate with ``c == 0`` counts as
+        ``m/c = 0``: either sign with probability 1/2.
 
         Args:
             bucket: the block map.
@@ -411,6 +418,7 @@ class ReferenceKernels:
             g: gradient: spans of the whole bucket or fp32 flat of the shard.
             m: fp32 flat of the shard, updated in place.
             a: fp32 flat of the shard, updated in place.
+            phi: floor of the denominators relative to their block, rounded to fp32.
             key: from ``counter_rng.draw_key``.
             first_block: global number of block ``lo``.
             out: bits only (``has_scales=False``).
@@ -425,12 +433,16 @@ class ReferenceKernels:
         moment.copy_(b[:, None] * moment + o[:, None] * gradient)
         size.copy_(b[:, None] * size + o[:, None] * gradient.abs())
         u = counter_rng.uniform(counter_rng.draw_hash(key, first_block, hi - lo, bs, m.device))
+        lengths = bucket.lengths[lo:hi]
+        if phi > 0:
+            floor = torch.tensor(phi, dtype=torch.float32, device=m.device) * _block_rms(size, lengths)
+            size = torch.maximum(size, floor[:, None])
         positive = moment > torch.where(size == 0, torch.ones_like(size), size) * u
-        negative = ~positive & valid_mask(bucket.lengths[lo:hi], bs)
+        negative = ~positive & valid_mask(lengths, bs)
         pack_bits(negative.view(out.rows, out.blocks_per_row, bs), out.words)
 
     def vote(
-        self, received: Packed, lengths: Tensor, mode: str, key: tuple[int, int], first_block: int, out: Tensor
+        self, received: Packed, lengths: Tensor, mode: str, key: counter_rng.DrawKey, first_block: int, out: Tensor
     ) -> None:
         """Server side: combines the workers' signs of one chunk.
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit.comm import Bucket
+from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.kernels import Packed
-from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, draw_key
+from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, DrawKey, draw_key
 from lightning_onebit.kernels.reference import pack_bits, unpack_bits
 from lightning_onebit.optim.base import OnebitOptimizer, Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
@@ -20,6 +20,7 @@ from lightning_onebit.optim.options import CommonOptions, check_choice, check_nu
 log = logging.getLogger("lightning_onebit")
 
 SERVERS = ("random", "mean", "majority")
+DRAWS = ("stratified", "independent")
 
 
 class BinSGDM(OnebitOptimizer):
@@ -27,27 +28,34 @@ class BinSGDM(OnebitOptimizer):
 
     ::
 
-        worker:  m_i = b m_i + (1-b) g_i ;  a_i = b a_i + (1-b)|g_i| ;  u_i = Q(m_i/a_i)
+        worker:  m_i = b m_i + (1-b) g_i ;  a_i = b a_i + (1-b)|g_i|
+                 c_i = max(a_i, phi*rms(a_i))                 # rms over a block of a_i
+                 u_i = Q(m_i/c_i)
         server:  ubar = Q((1/n) sum_i u_i)                    # drawn once, by the chunk's owner
         all:     x -= lr*wd*x + lr*ubar                       # Q(y) = +1 with probability (1+y)/2, else -1
 
     Source: BinSGDM (ICLR 2023 submission), published as Birder (NeurIPS 2023). The rule above is this library's reading
-    of it.
+    of it; the floor phi and the stratified draws are its own (docs/differences.md).
 
-    The update has size lr in every coordinate. Randomness is counter-based (a hash of seed, step, rank and element), so
-    a run, its resume and its twin on another device draw the same bits. A coordinate that has never had a gradient on
-    any rank is not moved: ranks merge a bitmap of such coordinates at t = 1, 2, 4, 8, ... A world of one rank steps by
-    ``m/a`` itself, undrawn.
+    The update has size lr in every coordinate. Randomness is counter-based (a function of seed, step, rank and element),
+    so a run, its resume and its twin on another device draw the same bits. A coordinate that has never had a gradient
+    on any rank is not moved: ranks merge a bitmap of such coordinates at t = 1, 2, 4, 8, ... A world of one rank steps
+    by ``m/c`` itself, undrawn.
 
     Args:
         params: parameters or parameter groups; a group may set ``lr``, ``beta``, ``weight_decay`` and
-            ``compress=False`` (averaged densely and updated with ``m/a`` itself, undrawn).
+            ``compress=False`` (averaged densely and updated with ``m/c`` itself, undrawn).
         lr: learning rate; about Adam's own is a good start.
         beta: the one decay b of m and a, in ``[0, 1)``.
         weight_decay: decoupled weight decay.
         server: ``"random"`` binarises the mean at random (the paper); ``"mean"`` sends vote counts back (variance falls
             with n, for ``ceil(log2(n+1))`` bits per element on the way back); ``"majority"`` takes the majority
             (deterministic, biased).
+        denominator_floor: ``phi``, in ``[0, 1]``. Without it a coordinate that had a gradient once goes on at full speed until its
+            ``a`` underflows, since m and a decay alike.
+        draws: ``"stratified"``: draws of successive steps spread evenly, so that what a coordinate is moved by in several
+            steps adds up to nearly the sum of its ``m/c``; ``"independent"`` (the paper): its error grows with the root
+            of the number of steps.
         seed: seed of the draws, the same on every rank.
         block_size: elements per block of the wire format, a multiple of 32.
         max_grad_norm: see ``OnebitAdam``, like the options after it.
@@ -79,6 +87,8 @@ class BinSGDM(OnebitOptimizer):
         weight_decay: float = 0.0,
         *,
         server: str = "random",
+        denominator_floor: float = 0.5,
+        draws: str = "stratified",
         seed: int = 0,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
@@ -90,6 +100,8 @@ class BinSGDM(OnebitOptimizer):
         timeout: float = 1800.0,
     ) -> None:
         check_choice("server", server, SERVERS)
+        check_choice("draws", draws, DRAWS)
+        check_number("denominator_floor", denominator_floor, least=0, most=1)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r} must be an integer, not {type(seed).__name__}")
         # by bucket: int32 (blocks, words), coordinates that have had a gradient on some rank
@@ -112,7 +124,7 @@ class BinSGDM(OnebitOptimizer):
                 kernels=kernels,
                 timeout=timeout,
             ),
-            {"server": server, "seed": seed},
+            {"server": server, "denominator_floor": float(denominator_floor), "draws": draws, "seed": seed},
         )
         self._phase = Phase.COMPRESSED
 
@@ -131,14 +143,28 @@ class BinSGDM(OnebitOptimizer):
     # ----- update rule ------------------------------------------------------------------------------------------------
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
-        """``x -= lr*wd*x + lr*m/a``: the same direction, averaged instead of drawn."""
+        """``x -= lr*wd*x + lr*m/c``: the same direction, averaged instead of drawn."""
         beta = group["beta"]
         for i in members:
             grad, m, a, x = self._grad(i).float(), self._moment("m", i), self._moment("a", i), self._weight(i)
             m.mul_(beta).add_(grad, alpha=1 - beta)
             a.mul_(beta).add_(grad.abs(), alpha=1 - beta)
-            direction = torch.where(a > 0, m / torch.where(a > 0, a, 1.0), 0.0)
+            c = torch.maximum(a, self._least(a))
+            direction = torch.where(c > 0, m / torch.where(c > 0, c, 1.0), 0.0)
             x.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+
+    def _least(self, a: Tensor) -> Tensor:
+        """Least denominators of a parameter, with the shape and strides of ``a``: phi times the root mean square of a's blocks."""
+        size, phi, least = self.options.block_size, self.settings["denominator_floor"], torch.zeros_like(a)
+        if phi == 0 or a.numel() == 0:
+            return least
+        whole = a.numel() // size * size
+        for values, floors in zip(
+            memory_order(a).split(whole or size), memory_order(least).split(whole or size), strict=True
+        ):
+            blocks = values.view(-1, min(size, values.numel()))
+            floors.view(blocks.shape).copy_(phi * blocks.square().mean(1, keepdim=True).sqrt())
+        return least
 
     def _end_exchange(self) -> None:
         """All bits are in: merge the bitmap when it is due, then move."""
@@ -193,7 +219,8 @@ class BinSGDM(OnebitOptimizer):
             m=self._shard(bucket, "m"),
             a=self._shard(bucket, "a"),
             # a hierarchical exchange has the nodes for workers, and each element of a node is drawn by one of its ranks
-            key=draw_key(self.settings["seed"], self._steps + 1, ranks.node, WORKER_STREAM),
+            phi=self.settings["denominator_floor"],
+            key=self._key(ranks.node, WORKER_STREAM),
             first_block=bucket.first_block + lo,
             out=out,
         )
@@ -216,11 +243,16 @@ class BinSGDM(OnebitOptimizer):
             bucket.lengths[chunk * count : (chunk + 1) * count],
             self.settings["server"],
             # drawn by the chunk's owner alone, so the rank is part of neither key nor result
-            draw_key(self.settings["seed"], self._steps + 1, 0, SERVER_STREAM),
+            self._key(0, SERVER_STREAM),
             bucket.first_block + chunk * count,
             out,
         )
         return out.view(torch.uint8).view(-1)
+
+    def _key(self, rank: int, stream: int) -> DrawKey:
+        return draw_key(
+            self.settings["seed"], self._steps + 1, rank, stream, stratified=self.settings["draws"] == "stratified"
+        )
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """uint8 ``(size, reply bytes)``: ``block_size/8`` bytes per block and plane."""

@@ -239,7 +239,7 @@ def local_step(w: World, gradient: str) -> Results:
     return [m, u, anchor, *_present(spans)]
 
 
-def sample(w: World, gradient: str) -> Results:
+def sample(w: World, gradient: str, phi: float = 0.5) -> Results:
     m, a = w.host_flat(), w.host_flat(positive=True)
     a[::11] = 0.0
     a = torch.maximum(a, m.abs())
@@ -248,7 +248,7 @@ def sample(w: World, gradient: str) -> Results:
     out = w.payload(w.blocks // w.row_blocks, w.row_blocks, fill=False, scales=False)
     b, o = w.factors(w.blocks), w.factors(w.blocks)
     key = draw_key(7, 3, 1, WORKER_STREAM)
-    w.kernels.sample(w.bucket, 0, w.blocks, b=b, o=o, g=g, m=m, a=a, key=key, first_block=2**32 - 3, out=out)
+    w.kernels.sample(w.bucket, 0, w.blocks, b=b, o=o, g=g, m=m, a=a, phi=phi, key=key, first_block=2**32 - 3, out=out)
     return [m, a, out.raw]
 
 
@@ -300,6 +300,7 @@ CASES: dict[str, Callable[[World], Results]] = {
     **{f"lamb_apply shifted {s}": (lambda w, s=s: lamb_apply(w, s)) for s in (0, 1)},
     **{f"local_step {g}": (lambda w, g=g: local_step(w, g)) for g in ("spans", "shifted", "odd")},
     **{f"sample {g}": (lambda w, g=g: sample(w, g)) for g in ("flat", "spans", "odd")},
+    "sample without a floor": lambda w: sample(w, "spans", 0.0),
     **{
         f"vote {mode} {rows}": (lambda w, mode=mode, rows=rows: vote(w, mode, rows))
         for mode in ("random", "majority", "mean")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from oracle.blocks import Array, node_means
+from oracle.blocks import Array, blocks, node_means
 from oracle.common import Gradients, finite, flatten, present, zero_if_missing
 
 #: ``uniform(t, i, l)``: the draws in (-1, 1) of step t for all elements of tensor l; i is the worker, or "server"
@@ -29,6 +29,8 @@ class BinSGDM:
         lr: learning rate.
         b: the one decay of both averages.
         wd: decoupled weight decay; acts on every coordinate, moved or not.
+        phi: floor of the denominators relative to the root mean square of their block; 0 is the paper.
+        block_size: elements of a block.
         server: ``"random"`` (the paper), ``"mean"`` (vote counts) or ``"majority"`` (a tie is drawn).
         ranks_per_node: hierarchical exchange: gradients are averaged within nodes, the workers are the nodes.
 
@@ -45,11 +47,14 @@ class BinSGDM:
         lr: float = 1e-3,
         b: float = 0.7,
         wd: float = 0.0,
+        phi: float = 0.5,
+        block_size: int = 2048,
         server: str = "random",
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
         self.uniform, self.lr, self.b, self.wd, self.server = uniform, lr, b, wd, server
+        self.phi, self.block_size = phi, block_size
         self.ranks_per_node = ranks_per_node
         self.n = n // ranks_per_node
         sizes = [a.size for a in self.x]
@@ -76,8 +81,11 @@ class BinSGDM:
             self.m[i][l] = self.b * self.m[i][l] + (1 - self.b) * g[i]  # m_i = b m_i + (1-b) g_i
             self.a[i][l] = self.b * self.a[i][l] + (1 - self.b) * np.abs(g[i])  # a_i = b a_i + (1-b)|g_i|
             m, a = self.m[i][l], self.a[i][l]
-            y = np.divide(m, a, out=np.zeros_like(m), where=a != 0)  # 0/0 counts as 0
-            votes.append(Q(y, self.uniform(t, i, l)))  # u_i = Q(m_i/a_i)
+            c = a.copy()
+            for b in blocks(a.size, self.block_size):
+                c[b] = np.maximum(a[b], self.phi * np.sqrt(np.mean(a[b] ** 2)))  # c_i = max(a_i, phi * rms(a_i))
+            y = np.divide(m, c, out=np.zeros_like(m), where=c != 0)  # 0/0 counts as 0
+            votes.append(Q(y, self.uniform(t, i, l)))  # u_i = Q(m_i/c_i)
         if t & (t - 1) == 0:  # t = 1, 2, 4, 8, ...: the bitmap is merged over the ranks
             for i in range(self.n):
                 self.seen[l] |= self.a[i][l] != 0
