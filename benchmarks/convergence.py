@@ -571,7 +571,7 @@ def studies() -> dict[str, list[Chain]]:
             Chain("text", "binsgdm", 4, start=8, refine=False, also=(two, four, sixteen)),
             Chain("text", "binsgdm", 4, mean, start=8, refine=False),
             Chain("text", "binsgdm", 64, start=10),
-            *(Chain("text", "binsgdm", 4, (("beta", beta),), refine=False) for beta in (0.5, 0.9)),
+            *(Chain("text", "binsgdm", 4, (("beta", beta),), start=8, refine=False) for beta in (0.5, 0.9)),
         ],
         # the paper's rule
         "binsgdm": [
@@ -596,7 +596,7 @@ def studies() -> dict[str, list[Chain]]:
             digits("lamb", 1),
             digits("onebit_lamb"),
             digits("sgd", 1, 16),
-            digits("binsgdm", options=mean),
+            digits("binsgdm", start=10, options=mean),
             digits("binsgdm"),
         ],
         "words": [
@@ -607,9 +607,11 @@ def studies() -> dict[str, list[Chain]]:
         "causes": [
             digits("onebit_adam", variants=((("freeze_step", 480),),)),
             digits("zero_one_adam", variants=((("local_step_clipper", 1),), (("var_freeze_step", 480),))),
-            *(
-                digits("binsgdm", options=mean, variants=(((name, value), *mean),))
-                for name, value in (("denominator_floor", 0.0), ("draws", "independent"))
+            digits(
+                *("binsgdm", 4, 10, mean),
+                variants=tuple(
+                    ((name, value), *mean) for name, value in (("denominator_floor", 0.0), ("draws", "independent"))
+                ),
             ),
         ],
         # residuals in half the memory, at the lr of whole ones
@@ -763,7 +765,7 @@ def floor_table(rows: Iterable[Row]) -> str:
 
 def _in_main_table(row: Row) -> bool:
     """Not one of the floors that were only tried."""
-    return "denominator_floor" not in dict(row.world[2])
+    return "denominator_floor" not in dict(row.world[2]) or row.world[1] == "binsgdm"
 
 
 def _in_floor_study(row: Row) -> bool:

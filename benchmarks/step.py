@@ -4,7 +4,8 @@
     python benchmarks/step.py warmup     # training steps through the Trainer, 2 processes: ddp against the dense stage of onebit_adam
 
 ``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: gradient statistics, compress,
-server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for.
+server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for. "No skips" is
+``max_consecutive_skips=0``, which needs no statistics.
 """
 
 from __future__ import annotations
@@ -80,6 +81,17 @@ def local(threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks
             model().parameters(), lr=1e-4, freeze_step=1, process_group=_echo(ranks), bucket_mb=size, kernels="cpu"
         )
         candidates[f"onebit step, {size:g} MB buckets"] = optimizer.step
+        optimizer = OnebitAdam(
+            *(model().parameters(), 1e-4),
+            **{
+                "freeze_step": 1,
+                "process_group": _echo(ranks),
+                "bucket_mb": size,
+                "kernels": "cpu",
+                "max_consecutive_skips": 0,
+            },
+        )
+        candidates[f"the same, no skips, {size:g} MB buckets"] = optimizer.step
     seconds = side_by_side(candidates, repeats=repeats)
     ratios = {name: ratio(seconds, name, "AdamW fused") for name in candidates}
     return {

@@ -103,7 +103,7 @@ class OnebitMixin(_Base):
         denominator_floor: smallest denominator relative to its tensor's mean (BinSGDM: to its block's).
         force_compression: compress even in a world of one rank.
         bucket_mb: MB of fp32 gradients per bucket.
-        max_consecutive_skips: steps in a row that non-finite gradients may skip.
+        max_consecutive_skips: steps in a row that non-finite gradients may skip (0: none, and less work).
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
         overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no norm clipping).
         residual_dtype: ``"float32"`` or ``"bfloat16"``.

@@ -50,7 +50,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "process_group": ("gloo", 3, object()),
     "force_compression": FLAG,
     "bucket_mb": (*NUMBER, 0, -1.0),
-    "max_consecutive_skips": COUNT,
+    "max_consecutive_skips": (*NUMBER, 1.5, -1),
     "kernels": CHOICE,
     "timeout": ("1", 0, -1.0),
     "overlap": CHOICE,

@@ -1335,7 +1335,7 @@ def test_channels_last_parameters_keep_their_strides() -> None:
         ({"force_compression": 1}, TypeError, "force_compression=1"),
         ({"bucket_mb": 0}, ValueError, "bucket_mb=0"),
         ({"bucket_mb": float("inf")}, ValueError, "bucket_mb=inf"),
-        ({"max_consecutive_skips": 0}, ValueError, "max_consecutive_skips=0"),
+        ({"max_consecutive_skips": -1}, ValueError, "max_consecutive_skips=-1"),
         ({"max_consecutive_skips": None}, TypeError, "max_consecutive_skips=None"),
         ({"kernels": "gpu"}, ValueError, "kernels='gpu' is unknown; choose one of"),
         ({"timeout": 0}, ValueError, "timeout=0"),

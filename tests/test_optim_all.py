@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import io
+import types
 from typing import Any
 
 import numpy as np
@@ -577,6 +578,51 @@ def skipping_worker(group: Any, rank: int, world: int, algorithm: str) -> tuple[
 def test_skips_in_a_row_are_counted_across_a_checkpoint(algorithm: str) -> None:
     for more, said in run_world(skipping_worker, 2, algorithm):
         assert more == 2 and "4 steps in a row were skipped" in said and "max_consecutive_skips=4" in said
+
+
+def no_skip_worker(group: Any, rank: int, world: int, algorithm: str, skips: int, bad_at: int) -> dict[str, Any]:
+    """Steps of a group that is compressed and of one that is not; where a gradient is not finite on rank 0 only, and what was looked at."""
+    params = [
+        torch.nn.Parameter(torch.ones(5, 9)),
+        torch.nn.Parameter(torch.ones(70)),
+        torch.nn.Parameter(torch.ones(4)),
+    ]
+    groups: Any = [{"params": params[:2]}, {"params": params[2:], "compress": False}]
+    options: Any = {**CROSSING[algorithm], "block_size": 32, "max_consecutive_skips": skips, "force_compression": True}
+    optimizer: Any = CLASSES[algorithm](groups, process_group=group, **options)  # type: ignore[arg-type]
+    optimizer._prepare()
+    kernels, looked = optimizer._kernels, []
+    optimizer._kernels = types.SimpleNamespace(
+        **{name: getattr(kernels, name) for name in dir(kernels) if not name.startswith("_")}
+        | {"grad_stats": lambda tensors: looked.append(sum(t.numel() for t in tensors)) or kernels.grad_stats(tensors)}
+    )
+    draws = torch.Generator().manual_seed(rank)
+    said = ""
+    for t in range(12):
+        for index, p in enumerate(params):
+            p.grad = torch.randn(p.shape, generator=draws)
+            if rank == 0 and t == bad_at % 100 and index == (2 if bad_at >= 100 else 1):
+                p.grad[-1] = float("inf")
+        try:
+            optimizer.step()
+        except FloatingPointError as error:
+            said = str(error)
+            break
+    return {"steps": optimizer.steps, "said": said, "looked": looked, "x": [p.detach().clone() for p in params]}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_where_no_skip_is_allowed_the_first_bad_gradient_is_an_error_on_all_ranks(algorithm: str, world: int) -> None:
+    """Also in a group that is not compressed; runs without one are the same, and Adam and LAMB do not look at what is exchanged."""
+    usual, never = (run_world(no_skip_worker, world, algorithm, skips, 99) for skips in (100, 0))
+    for a, b in zip(usual, never, strict=True):
+        assert equal(a["x"], b["x"]) and a["steps"] == b["steps"] == 12 and not b["said"]
+        assert (sum(b["looked"]) < sum(a["looked"]) / 2) == (algorithm in ("onebit_adam", "onebit_lamb"))
+    for bad_at in (1, 9, 109):
+        for result in run_world(no_skip_worker, world, algorithm, 0, bad_at):
+            assert "max_consecutive_skips=0" in result["said"] and f"step {bad_at % 100 + 1}:" in result["said"]
+            assert result["steps"] <= bad_at % 100 + 1
 
 
 def thaw_worker(group: Any, rank: int, world: int, algorithm: str) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_the_strategy_has_a_typed_keyword_for_every_option_of_every_algorithm_an
         ({"denominator_floor": 2.0}, ValueError, ["denominator_floor=2.0"]),
         ({"force_compression": "yes"}, TypeError, ["force_compression='yes'"]),
         ({"bucket_mb": 0}, ValueError, ["bucket_mb=0"]),
-        ({"max_consecutive_skips": 0}, ValueError, ["max_consecutive_skips=0"]),
+        ({"max_consecutive_skips": -1}, ValueError, ["max_consecutive_skips=-1"]),
         ({"kernels": "fast"}, ValueError, ["kernels='fast'", "'reference'"]),
         ({"other_optimizers": "ignore"}, ValueError, ["other_optimizers='ignore'", "'dense'"]),
         ({"convert_optimizers": None}, TypeError, ["convert_optimizers=None"]),

@@ -46,7 +46,9 @@ class OnebitAdam(AdamMoments):
         process_group: ranks that train together; None: the default group.
         force_compression: compress even in a world of one rank.
         bucket_mb: about how many MB of fp32 gradients one bucket carries.
-        max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error.
+        max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error. 0: the
+            first is an error; 1-bit Adam and 1-bit LAMB then find it by what the exchange brings instead of looking
+            at all gradients first, which takes a tenth and more off the work of a compressed step.
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``; all give the same bits.
         timeout: seconds that a rank waits for the others in one collective.
         overlap: ``"step"``, or ``"backward"`` to send buckets as their gradients land (no norm clipping, no skipping of

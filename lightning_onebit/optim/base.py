@@ -98,6 +98,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
     _reads_plain_adam: ClassVar[bool] = True
     # whether it begins with a stage in which all steps are dense, to which it can go back
     _has_dense_warm_up: ClassVar[bool] = False
+    # whether a non-finite gradient of any rank shows in the scales that all ranks receive, in the same step
+    _scales_tell: ClassVar[bool] = True
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
 
@@ -166,6 +168,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._session: ExchangeSession | None = None
         self._arrived: list[tuple[Bucket, Tensor]] = []
         self._owed: list[int] = []
+        # whether the buckets of the running step came back finite, where nobody looked at the gradients before
+        self._trusted = False
+        self._finite: list[Tensor] = []
         self._launched = 0
         self._early_buckets: list[Bucket] = []
         self._landing_hooks: list[Any] = []
@@ -478,6 +483,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self.sync_gradients()
         if self._early and not dense:
             return self._step_early(loss)
+        self._trusted = self._scales_tell and not dense and self.options.max_consecutive_skips == 0
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
         already_clipped = self._verdict is not None
         self._active = list(verdict.present)
@@ -613,6 +619,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 "step %d skipped on all ranks: a gradient was not finite on at least one of them (further skips are only counted)",
                 self._steps + 1,
             )
+        if self.options.max_consecutive_skips == 0:
+            raise FloatingPointError(
+                f"step {self._steps + 1}: a gradient was not finite on at least one rank, and max_consecutive_skips=0 allows no skip"
+            )
         if self._skips_in_a_row >= self.options.max_consecutive_skips:
             raise FloatingPointError(
                 f"{self._skips_in_a_row} steps in a row were skipped because of non-finite gradients (max_consecutive_skips="
@@ -630,7 +640,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 present[i] = self._present[self._reduced_at[i]]
         local = [i for i in self._known() if params[i].grad is not None]
         shared = set(self._averaged()) if self._reducer is not None else set()
-        own = [params[i].grad for i in local if i not in shared]
+        self._trusted = self._trusted and not norm
+        own = [params[i].grad for i in local if i not in shared and not (self._trusted and i in self._slot_of)]
         common = [params[i].grad for i in local if i in shared]
         squares, bad = self._kernels.grad_stats([g for g in own if g is not None]).tolist() if own else (0.0, 0)
         bad += not bool(averaged)
@@ -682,10 +693,16 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._protected = {
             b.index: _Protected(self, b, active) for b in buckets if not all(active[s] for s in b.params)
         }
+        self._finite = []
         self._begin_exchange()
         self._exchange.run(buckets, self)
         self._end_exchange()
         self._protected = {}
+        if self._finite and not bool(torch.stack(self._finite).all()):
+            raise FloatingPointError(
+                f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange; with max_consecutive_skips=0 nobody "
+                "looks before. Resume from the last checkpoint, with max_consecutive_skips > 0 to skip such steps"
+            )
 
     # ----- codec: the exchange's view of an optimizer (see comm.exchange.Codec)
     # -----------------------------------------
@@ -753,6 +770,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._arrived.append((bucket, gathered))  # weights must not change while backward may still read them
             return
         packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
+        if self._trusted:
+            self._finite.append(torch.isfinite(packed.scales).all())
         self._apply(bucket, packed)
         guard = self._protected.get(bucket.index)
         if guard is not None:

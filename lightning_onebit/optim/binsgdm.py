@@ -76,6 +76,7 @@ class BinSGDM(OnebitOptimizer):
 
     algorithm = "binsgdm"
     _reads_plain_adam = False
+    _scales_tell = False  # there are none
     # of compress=False groups; elsewhere m and a differ by rank (see _rank_state)
     _replicated: ClassVar[dict[str, str]] = {"momentum": "m", "magnitude": "a"}
 
@@ -87,7 +88,7 @@ class BinSGDM(OnebitOptimizer):
         weight_decay: float = 0.0,
         *,
         server: str = "random",
-        denominator_floor: float = 0.5,
+        denominator_floor: float = 1.0,
         draws: str = "stratified",
         seed: int = 0,
         block_size: int = 2048,

@@ -92,7 +92,8 @@ class CommonOptions:
         process_group: ranks that train together; None: the default group.
         force_compression: compress even in a world of one rank (for tests and measurements).
         bucket_mb: about how many MB (2**20 bytes) of fp32 gradients one bucket carries.
-        max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error.
+        max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error; 0: see
+            ``OnebitAdam``.
         kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
         timeout: seconds that a rank waits for the others in one collective.
         overlap: ``"step"`` pipelines the exchange within ``step()``; ``"backward"`` sends a bucket as soon as its last
@@ -131,7 +132,7 @@ class CommonOptions:
             )
         check_flag("force_compression", self.force_compression)
         check_number("bucket_mb", self.bucket_mb, above=0)
-        check_integer("max_consecutive_skips", self.max_consecutive_skips, least=1)
+        check_integer("max_consecutive_skips", self.max_consecutive_skips, least=0)
         check_choice("kernels", self.kernels, BACKENDS)
         check_number("timeout", self.timeout, above=0)
         check_choice("overlap", self.overlap, ("step", "backward"))

@@ -77,6 +77,7 @@ class ZeroOneAdam(AdamMoments):
 
     algorithm = "zero_one_adam"
     local_steps = True
+    _scales_tell = False  # a step between synchronisations sends none
     # in it, refreshes are few and grow rarer
     _has_dense_warm_up = False
 

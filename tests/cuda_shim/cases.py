@@ -239,7 +239,7 @@ def local_step(w: World, gradient: str) -> Results:
     return [m, u, anchor, *_present(spans)]
 
 
-def sample(w: World, gradient: str, phi: float = 0.5) -> Results:
+def sample(w: World, gradient: str, phi: float = 1.0) -> Results:
     m, a = w.host_flat(), w.host_flat(positive=True)
     a[::11] = 0.0
     a = torch.maximum(a, m.abs())

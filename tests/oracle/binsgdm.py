@@ -47,7 +47,7 @@ class BinSGDM:
         lr: float = 1e-3,
         b: float = 0.7,
         wd: float = 0.0,
-        phi: float = 0.5,
+        phi: float = 1.0,
         block_size: int = 2048,
         server: str = "random",
         ranks_per_node: int = 1,
