@@ -61,9 +61,8 @@ class Phase(str, Enum):
     """Where an optimizer is in its schedule.
 
     WARMUP: the second moments learn, from densely averaged gradients (0/1 Adam: with one-bit rounds in between).
-    COMPRESSED: one-bit exchanges. LOCAL: local
-    steps with
-    a one-bit synchronisation now and then (0/1 Adam after its variance freeze).
+    COMPRESSED: one-bit exchanges.
+    LOCAL: local steps with a one-bit synchronisation now and then (0/1 Adam after its variance freeze).
     """
 
     WARMUP = "warmup"
