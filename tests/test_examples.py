@@ -38,10 +38,10 @@ def alone() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in taken}
 
 
-def run(command: list[str], folder: Path, **environment: str) -> str:
-    """Runs Python in ``folder`` and returns what it wrote; fails with it if the status is not 0."""
+def finished(command: list[str], folder: Path, **environment: str) -> str:
+    """Runs a command in ``folder`` and returns what it wrote; fails with it if the status is not 0."""
     done = subprocess.run(
-        [sys.executable, *command],
+        command,
         cwd=folder,
         env={**alone(), "OMP_NUM_THREADS": "1", **environment},
         stdout=subprocess.PIPE,
@@ -52,6 +52,11 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
     )
     assert done.returncode == 0, done.stdout[-5000:]
     return done.stdout
+
+
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """Runs Python in ``folder``."""
+    return finished([sys.executable, *command], folder, **environment)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -397,24 +402,12 @@ TINY = [*SMALL_MODEL, *SMALL_DATA, "--steps", "4", "--freeze-fraction", "0.5", "
 
 
 def shell(command: list[str], folder: Path, **environment: str) -> str:
-    """Runs a script with this interpreter as ``python``."""
+    """Runs a script in the project's root, with this interpreter as ``python``."""
     (folder / "bin").mkdir(exist_ok=True)
     python = folder / "bin" / "python"
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     python.chmod(0o755)
-    path = f"{folder / 'bin'}:{os.environ['PATH']}"
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env={**alone(), "OMP_NUM_THREADS": "1", "PATH": path, **environment},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=150,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
-    return done.stdout
+    return finished(command, ROOT, PATH=f"{folder / 'bin'}:{os.environ['PATH']}", **environment)
 
 
 def free_port() -> str:
