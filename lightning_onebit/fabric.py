@@ -26,7 +26,7 @@ from lightning_onebit.checkpoint import STAMP_KEY, ShardError, Stamp, restarted,
 from lightning_onebit.comm import DEFAULT_TIMEOUT, ByteLedger, Topology, Transport, handshake
 from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.options import check_integer
-from lightning_onebit.registry import Algorithm, find_algorithm, registered_strategies
+from lightning_onebit.registry import Algorithm, find_algorithm, register
 from lightning_onebit.strategy import (
     _BROADCAST_BYTES,
     _BufferSync,
@@ -118,15 +118,7 @@ class FabricMixin(_Base):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under the names of all algorithms and start methods."""
-        for strategy in registered_strategies():
-            strategy_registry.register(
-                strategy.name,
-                cls,
-                description=f"{strategy.algorithm.title} with `start_method` {strategy.start_method!r}",
-                override=True,
-                algorithm=strategy.algorithm.name,
-                start_method=strategy.start_method,
-            )
+        register(cls, strategy_registry)
 
     @property
     def onebit_optimizers(self) -> list[OnebitOptimizer]:

@@ -74,6 +74,19 @@ def registered_strategies() -> Iterator[RegisteredStrategy]:
                 yield RegisteredStrategy(name + suffix, algorithm, start_method)
 
 
+def register(strategy_class: type, registry: Any) -> None:
+    """Enters a strategy class in a registry of Lightning's or Fabric's under every name."""
+    for name, algorithm, start_method in registered_strategies():
+        registry.register(
+            name,
+            strategy_class,
+            description=f"{algorithm.title} with `start_method` {start_method!r}",
+            override=True,
+            algorithm=algorithm.name,
+            start_method=start_method,
+        )
+
+
 def available_strategies() -> tuple[str, ...]:
     """The names that ``Trainer(strategy=...)`` accepts once ``lightning_onebit`` is imported.
 

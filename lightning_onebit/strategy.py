@@ -48,7 +48,7 @@ from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.base import TRAINABLE_DTYPES
 from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers
 from lightning_onebit.optim.options import check_integer
-from lightning_onebit.registry import Algorithm, check_options, find_algorithm, registered_strategies
+from lightning_onebit.registry import Algorithm, check_options, find_algorithm, register
 
 if TYPE_CHECKING:
     _Base: Any  # a DDPStrategy of either tree
@@ -296,15 +296,7 @@ class OnebitMixin(_Base):
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under the names of all algorithms and start methods."""
-        for strategy in registered_strategies():
-            strategy_registry.register(
-                strategy.name,
-                cls,
-                description=f"{strategy.algorithm.title} with `start_method` '{strategy.start_method}'",
-                override=True,
-                algorithm=strategy.algorithm.name,
-                start_method=strategy.start_method,
-            )
+        register(cls, strategy_registry)
 
     def __repr__(self) -> str:
         """Says where to import the class for the other Lightning tree: a Trainer of that tree prints this in its error."""
