@@ -13,12 +13,14 @@ import sys
 import zipfile
 from email import message_from_string
 from email.message import Message
+from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import lightning_onebit as ob
@@ -130,6 +132,15 @@ def test_constraints_pin_everything_asked_for_and_name_no_host(wheel: Path) -> N
             continue
         pinned = str(by_name[requirement.name.lower()]).removeprefix("==")
         assert pinned in requirement.specifier, f"{requirement} excludes the pinned {pinned}"
+    for pin in pins:
+        try:
+            installed = distribution(pin.name)
+        except PackageNotFoundError:
+            continue
+        needs = SpecifierSet(installed.metadata["Requires-Python"] or "")
+        if installed.version in pin.specifier and "3.10.0" not in needs:
+            on_oldest = {"python_version": "3.10", "python_full_version": "3.10.0"}
+            assert pin.marker and not pin.marker.evaluate(on_oldest), f"{pin} needs Python {needs}: say so in a marker"
     for name in ("constraints.txt", "constraints-oldest.txt", "pyproject.toml", "Makefile", ".ci/run"):
         text = (ROOT / name).read_text()
         assert not re.search(r"index-url|find-links|trusted-host|https?://", text), f"{name} names a host"
