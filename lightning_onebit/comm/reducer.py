@@ -21,6 +21,8 @@ class _DenseBucket:
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
         self.pending: Pending | None = None
+        # (version of the buffer, verdict) of the last look for values that are not finite
+        self._looked: tuple[int, Tensor] | None = None
         self.missing = len(indices)
 
     def allocate(self) -> None:
@@ -34,7 +36,20 @@ class _DenseBucket:
             start += p.numel()
 
     def release(self) -> None:
-        self.flat, self.views = None, []
+        self.flat, self.views, self._looked = None, [], None
+
+    def finite(self) -> Tensor:
+        """Whether all values are finite, bool, 0-d; looked at once, and again only if something has written to them since."""
+        assert self.flat is not None
+        if self._looked is None or self._looked[0] != self.flat._version:
+            # one read at memory speed; a sum that overflows although every value is finite is looked at again, exactly
+            total = torch.isfinite(self.flat.sum(dtype=torch.float32))
+            if self.device.type == "cpu" and not total:
+                total = torch.isfinite(self.flat).all()
+            elif self.device.type != "cpu":
+                total = torch.isfinite(torch.linalg.vector_norm(self.flat, float("inf"), dtype=torch.float32))
+            self._looked = self.flat._version, total
+        return self._looked[1]
 
     @property
     def slots(self) -> Tensor:
@@ -80,6 +95,9 @@ class Reducer:
         self._selected = set(self._lanes)
         self._armed = False
         self._next = 0
+        # gradients that averages have replaced, kept until the next backward takes their memory: given back at once, an
+        # allocator hands it to the system and every step pays for its pages anew
+        self._spent: list[Tensor] = []
         # whether a gradient has arrived that the last finish() did not average
         self.stale = True
         self._ready = [False] * len(self.params)
@@ -133,6 +151,7 @@ class Reducer:
     def arm(self) -> None:
         """Call before the backward whose gradients are to be averaged; forgotten launches of a broken step are drained."""
         self._drain()
+        self._spent = []
         self._armed = True
 
     def _hook(self, index: int):  # type: ignore[no-untyped-def]
@@ -199,12 +218,16 @@ class Reducer:
         for bucket in self._buckets:
             assert bucket.pending is not None
             bucket.pending.wait()
-            bucket.pending = None
+            bucket.pending, bucket._looked = None, None
+            bucket.finite()  # while the next one is on its way
             here = [self.params[i].grad is not None for i in bucket.indices]
             # reading the slots synchronises with the device, so ask only about gradients that are missing here
             anywhere = here if all(here) else [s > 0 for s in bucket.slots.tolist()]
             for k, i in enumerate(bucket.indices):
                 present[i] = here[k] or anywhere[k]
+                # an allocator of a device keeps what is given back
+                if self._armed and bucket.device.type == "cpu" and (old := self.params[i].grad) is not None:
+                    self._spent.append(old)
                 self.params[i].grad = bucket.views[k] if present[i] else None
         for i, p in enumerate(self.params):
             if p.numel() == 0 and self.takes_part(i):
@@ -215,16 +238,7 @@ class Reducer:
 
     def finite(self) -> Tensor:
         """Whether all averages of the last ``finish()`` are finite: bool, 0-d, on the parameters' device."""
-        verdicts = []
-        for bucket in self._buckets:
-            assert bucket.flat is not None
-            # one read at memory speed; a sum that overflows although every value is finite is looked at again, exactly
-            total = torch.isfinite(bucket.flat.sum(dtype=torch.float32))
-            if bucket.device.type == "cpu" and not total:
-                total = torch.isfinite(bucket.flat).all()
-            elif bucket.device.type != "cpu":
-                total = torch.isfinite(torch.linalg.vector_norm(bucket.flat, float("inf"), dtype=torch.float32))
-            verdicts.append(total)
+        verdicts = [bucket.finite() for bucket in self._buckets]
         return torch.stack([v.to(verdicts[0].device) for v in verdicts]).all() if verdicts else torch.tensor(True)
 
     def _reset(self) -> None:
@@ -246,6 +260,6 @@ class Reducer:
         self._drain()
         for handle in self._handles:
             handle.remove()
-        self._handles = []
+        self._handles, self._spent = [], []
         for bucket in self._all_buckets:
             bucket.release()
