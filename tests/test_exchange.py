@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import numpy as np
@@ -392,6 +393,31 @@ def reducer_nan_worker(rank: int, world: int) -> Any:
 
 def test_reducer_tells_all_ranks_whether_the_average_is_finite() -> None:
     assert run_ranks(reducer_nan_worker, 2) == [[True, False, False, True]] * 2
+
+
+def reducer_memory_worker(rank: int, world: int) -> Any:
+    p = torch.nn.Parameter(torch.ones(5))
+    reducer = Reducer([p], Transport(Topology.create(), ByteLedger()), 100)
+    found = []
+    for arm in (False, True):
+        if arm:
+            reducer.arm()
+        p.grad = torch.ones(5)
+        replaced = weakref.ref(p.grad)
+        reducer.finish()
+        before = bool(reducer.finite())
+        assert p.grad is not None
+        p.grad[2] = float("nan")  # by a hook of the user's, say
+        after = bool(reducer.finite())
+        held = replaced() is not None
+        reducer.arm()
+        found.append((before, after, held, replaced() is not None))
+    return found
+
+
+def test_reducer_looks_again_at_what_was_written_since_and_keeps_replaced_gradients_until_the_next_backward() -> None:
+    """Freed at once, their memory went back to the system in every step. Where no backward is announced nothing is kept."""
+    assert run_ranks(reducer_memory_worker, 2) == [[(True, False, False, False), (True, False, True, False)]] * 2
 
 
 # ----- topology --------------------------------------------------------------------------------------------------------------------
