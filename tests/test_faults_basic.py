@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,3 +105,32 @@ def test_a_stalled_rank_ends_in_a_timeout_that_names_the_collective_the_bucket_a
 
 def test_without_a_fault_the_same_run_ends_well() -> None:
     assert run_ranks(worker, 2, "nowhere", 0, "kill") == [("nothing", "", STEPS)] * 2
+
+
+ENDS = """
+import torch
+import torch.distributed as dist
+from lightning_onebit.comm import disconnect
+
+dist.init_process_group("gloo", init_method="file://" + {store!r}, rank=0, world_size=1)
+parameter = torch.nn.Parameter(torch.zeros(3))
+torch.optim.Adam([parameter])  # imports, through torch._dynamo, functions that keep the default group of the moment
+dist.all_reduce(parameter.data)
+disconnect()
+print([name.read_text() for name in __import__("pathlib").Path("/proc/self/task").glob("*/comm")])
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the threads of a process are not listed here")
+def test_disconnecting_ends_the_backends_threads(tmp_path: Path) -> None:
+    # a thread of gloo that gives a tensor back after Python has ended aborts the process
+    root = str(Path(__file__).parents[1])
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS.format(store=str(tmp_path / "store"))],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": root},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "gloo" not in done.stdout, done.stdout

@@ -13,6 +13,12 @@ import torch.distributed as dist
 
 from lightning_onebit.comm.simulation import SimulatedGroup
 
+if dist.is_available():
+    # It takes the default group of the moment as default argument and so keeps it, and gloo's threads, to the end of the process,
+    # where a thread that still has a tensor to give back ends it with SIGABRT. Every optimizer imports it, through torch._dynamo:
+    # now, while there is no group.
+    import torch.distributed.nn.functional
+
 # strings: torch may have been built without torch.distributed
 Group: TypeAlias = "dist.ProcessGroup | SimulatedGroup"
 
