@@ -150,6 +150,11 @@ class Plan:
         """Length of a flat tensor over all blocks."""
         return self.blocks * self.block_size
 
+    @cached_property
+    def block_param(self) -> Tensor:
+        """int64 ``(blocks,)``: parameter that owns each block (0 for padding blocks)."""
+        return torch.cat([bucket.block_param for bucket in self.buckets])
+
     def view(self, flat: Tensor, param: int, like: Tensor) -> Tensor:
         """Parameter ``param``'s part of a flat tensor, with the shape and strides of ``like``."""
         return flat.as_strided(like.shape, like.stride(), flat.storage_offset() + self.starts[param])

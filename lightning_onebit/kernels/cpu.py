@@ -337,8 +337,27 @@ class _SpanTable:
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
-        for tensor in self._in_place:
-            torch.autograd.graph.increment_version(tensor)
+        _increment_versions(self._in_place)
+
+
+def _counts_many() -> bool:
+    """Whether this torch takes many tensors in one call (2.6 and later)."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except TypeError:
+        return False
+    return True
+
+
+_COUNTS_MANY = _counts_many()
+
+
+def _increment_versions(tensors: Sequence[Tensor]) -> None:
+    if _COUNTS_MANY:
+        torch.autograd.graph.increment_version(tensors)
+        return
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
 
 
 def _in_memory_order(tensor: Tensor) -> bool:
@@ -422,6 +441,10 @@ class CpuKernels(ReferenceKernels):
     def _call(self, name: str, *arguments: Any) -> None:
         self._functions[name](torch.get_num_threads(), *arguments)
 
+    def prepare(self, bucket: BlockMap, spans: BoundSpans, name: str) -> None:
+        """Makes the table of the spans, so that nobody looks at every tensor between two kernels."""
+        _SpanTable.of(self._layout(bucket), spans, name, _DTYPES if name == "g" else _FLOAT32)
+
     def gather(self, bucket: BlockMap, spans: Spans, out: Tensor) -> None:
         """Spans to flat fp32 with zero padding."""
         target = _address(out, "out", bucket.elements)
@@ -495,7 +518,7 @@ class CpuKernels(ReferenceKernels):
             else:
                 if blocks != bucket.blocks:
                     raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
-                table = _SpanTable(self._layout(bucket), g, "g", _DTYPES)
+                table = _SpanTable.of(self._layout(bucket), g, "g", _DTYPES)
                 spans_g = table.arguments
         residual = _address(e, "e", elements)
         self._call(

@@ -18,7 +18,7 @@ from lightning_onebit.kernels import counter_rng
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 
 if TYPE_CHECKING:
-    from lightning_onebit.kernels import BlockMap
+    from lightning_onebit.kernels import BlockMap, BoundSpans
 
 Spans = Sequence["Tensor | None"]
 
@@ -120,6 +120,9 @@ class ReferenceKernels:
     name = "reference"
 
     # ----- moving between parameters and flat buckets -----------------------------------------------------------------
+
+    def prepare(self, bucket: BlockMap, spans: BoundSpans, name: str) -> None:
+        """Makes what a later operation of this step needs of spans that it will get as argument ``name``; nothing, here."""
 
     def gather(self, bucket: BlockMap, spans: Spans, out: Tensor) -> None:
         """Copies parameter spans into a flat bucket.

@@ -112,8 +112,8 @@ class OnebitAdam(AdamMoments):
         )
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
-        decay = self._per_block(bucket, self._decay, alike=True)
-        alpha = self._per_block(bucket, lambda i: self._group(i)["lr"] / self._first_correction(i), alike=True)
+        decay = self._by_block("decay", bucket, self._decay, alike=True)
+        alpha = self._by_block("alpha", bucket, lambda i: self._group(i)["lr"] / self._first_correction(i), alike=True)
         self._kernels.apply_adam(
             bucket, self._bind_weights(bucket), packed, bucket.slice(self._flat["r"]), decay, alpha
         )

@@ -8,7 +8,7 @@ a worker puts into the exchange) and ``_apply`` (what is done with the result).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from enum import Enum
@@ -163,6 +163,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._protected: dict[int, _Protected] = {}
         # by bucket: the addresses of its weights and the views that were made of them
         self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
+        self._lookups = _Lookups()
         # overlap="backward": the exchange under way, what has come back, and what backward still owes to each bucket
         self._session: ExchangeSession | None = None
         self._arrived: list[tuple[Bucket, Tensor]] = []
@@ -542,6 +543,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._active = [p.requires_grad for p in self._params]
         self._grad_scale = 1.0
         self._protected = {}
+        self._lookups = _Lookups()
         self._arrived, self._launched = [], 0
         self._begin_exchange()
         self._session = self._exchange.begin(self)
@@ -569,8 +571,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         for bucket in self._early_buckets[self._launched :]:
             session.launch(bucket)
         session.finish()
-        for i in self._slots:
-            self._t[i] += self._active[i]
+        self._count(i for i in self._slots if self._active[i])
         arrived, self._arrived, self._session = self._arrived, [], None
         self._refuse_non_finite(arrived)
         with self.ledger.compressing():
@@ -673,13 +674,17 @@ class OnebitOptimizer(torch.optim.Optimizer):
         for group_index, members in self._by_group(active):
             self._dense_update(self.param_groups[group_index], members)
         self._publish(active)
-        for i in active:
+        self._count(active)
+
+    def _count(self, indices: Iterable[int]) -> None:
+        """Counts a step of some parameters; what has been looked up may depend on their number."""
+        for i in indices:
             self._t[i] += 1
+        self._lookups = _Lookups()
 
     def _step_compressed(self) -> None:
         """Exchange and apply for the plan's parameters, then a dense update for ``compress=False`` groups."""
-        for i in self._slots:
-            self._t[i] += self._active[i]
+        self._count(i for i in self._slots if self._active[i])
         self._exchange_active()
         self._publish([i for i in self._slots if self._active[i]])
         self._step_dense([i for i in self._dense if self._active[i]])
@@ -693,10 +698,14 @@ class OnebitOptimizer(torch.optim.Optimizer):
             b.index: _Protected(self, b, active) for b in buckets if not all(active[s] for s in b.params)
         }
         self._finite = []
+        self._lookups = _Lookups()
+        for bucket in buckets:
+            self._look_up(bucket)
         self._begin_exchange()
         self._exchange.run(buckets, self)
         self._end_exchange()
         self._protected = {}
+        self._lookups = _Lookups()
         if self._finite and not bool(torch.stack(self._finite).all()):
             raise FloatingPointError(
                 f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange; with max_consecutive_skips=0 nobody "
@@ -950,7 +959,19 @@ class OnebitOptimizer(torch.optim.Optimizer):
         if pairs:
             torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
 
-    def _bind_grads(self, bucket: Bucket) -> list[Tensor | None]:
+    def _look_up(self, bucket: Bucket) -> None:
+        """Looks up what an exchange of a bucket will need, while nothing streams through memory: after a kernel, caches are cold."""
+        self._bind_weights(bucket)
+        grads = self._contribution(bucket)
+        if isinstance(grads, BoundSpans):
+            self._kernels.prepare(bucket, grads, "g")
+
+    def _bind_grads(self, bucket: Bucket) -> BoundSpans:
+        """Gradients by span; looked up once in a step."""
+        known = self._lookups.grads.get(bucket.index)
+        if known is not None:
+            return known
+
         def gradient(slot: int) -> Tensor | None:
             p = self._params[self._slots[slot]]
             grad = p.grad
@@ -958,39 +979,55 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 grad = torch.empty_like(p).copy_(grad)  # autograd may hand over another memory order
             return None if grad is None else memory_order(grad)
 
-        return bucket.bind(gradient)
+        spans = self._lookups.grads[bucket.index] = BoundSpans(bucket.bind(gradient))
+        return spans
 
-    def _bind_weights(self, bucket: Bucket) -> list[Tensor | None]:
+    def _bind_weights(self, bucket: Bucket) -> BoundSpans:
         """Weights by span; the very list of the step before where they lie as they lay, with what backends have made of it."""
+        spans = self._lookups.weights.get(bucket.index)
+        if spans is not None:
+            return spans
         indices = [self._slots[slot] for slot in bucket.members]
         where = [self._weight(i).data_ptr() if self._active[i] else 0 for i in indices]
         known = self._bound.get(bucket.index)
-        if known is not None and known[0] == where:
-            return known[1]
+        if known is None or known[0] != where:
 
-        def weight(slot: int) -> Tensor | None:
-            i = self._slots[slot]
-            return memory_order(self._weight(i)) if self._active[i] else None
+            def weight(slot: int) -> Tensor | None:
+                i = self._slots[slot]
+                return memory_order(self._weight(i)) if self._active[i] else None
 
-        spans = BoundSpans(bucket.bind(weight))
-        self._bound[bucket.index] = (where, spans)
-        return spans
+            known = self._bound[bucket.index] = (where, BoundSpans(bucket.bind(weight)))
+        self._lookups.weights[bucket.index] = known[1]
+        return known[1]
 
-    def _per_block(self, bucket: Bucket, value_of: Callable[[int], float], *, alike: bool = False) -> Tensor:
-        """fp32 ``(blocks,)`` from one value per parameter (given its index).
+    def _by_block(self, name: str, bucket: Bucket, *values_of: Callable[[int], float], alike: bool = False) -> Tensor:
+        """fp32 ``(blocks,)`` from one value per parameter (given its index), or ``(values, blocks)`` from several.
 
-        ``alike`` promises that the value depends on a parameter's group and step count alone: it is asked for once for each.
+        Made for all buckets at the first call of a step (or of ``_count``) with this ``name``. ``alike`` promises that the values
+        depend on a parameter's group and step count alone: they are asked for once for each.
         """
-        indices = [self._slots[slot] for slot in bucket.members]
-        if alike:
-            kinds = [(self._group_of[i], self._t[i]) for i in indices]
-            found = {kind: value_of(i) for kind, i in dict(zip(kinds, indices, strict=True)).items()}
-            values = list(found.values()) if len(found) == 1 else [found[kind] for kind in kinds]
-        else:
-            values = [value_of(i) for i in indices]
-        if values.count(values[0]) == len(values):
-            return torch.full((bucket.blocks,), values[0], dtype=torch.float32, device=self._device)
-        return upload(values, self._device, torch.float32)[bucket.block_member]
+        tables = self._lookups.tables.get(name)
+        if tables is None:
+            tables = self._lookups.tables[name] = self._tables(values_of, alike)
+        return tables[bucket.index]
+
+    def _tables(self, values_of: Sequence[Callable[[int], float]], alike: bool) -> Sequence[Tensor]:
+        plan = self._known_plan()
+        kinds = [(self._group_of[i], self._t[i]) if alike else i for i in self._slots]
+        examples = dict(zip(kinds, self._slots, strict=True))
+        rows = []
+        for value_of in values_of:
+            values = {kind: value_of(i) for kind, i in examples.items()}
+            distinct = set(values.values())
+            if len(distinct) == 1:
+                rows.append(torch.full((plan.blocks,), distinct.pop(), dtype=torch.float32, device=self._device))
+            else:
+                by_slot = upload([values[kind] for kind in kinds], self._device, torch.float32)
+                rows.append(by_slot[plan.block_param])
+        counts = [bucket.blocks for bucket in plan.buckets]
+        if len(rows) == 1:
+            return rows[0].split(counts)
+        return [table.contiguous() for table in torch.stack(rows).split(counts, dim=1)]
 
     def _decay(self, index: int) -> float:
         """``1 - lr*wd`` of a parameter."""
@@ -1402,6 +1439,15 @@ def _forwarded(name: str) -> Callable[..., Any]:
         return getattr(self.optimizer, name)(*args, **kwargs)
 
     return method
+
+
+class _Lookups:
+    """What a step looks up once, by bucket: spans of weights and gradients, tables of the parameters' numbers."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, BoundSpans] = {}
+        self.grads: dict[int, BoundSpans] = {}
+        self.tables: dict[str, Sequence[Tensor]] = {}
 
 
 class _Protected:

@@ -187,8 +187,8 @@ class BinSGDM(OnebitOptimizer):
                 words,
                 self._live[index],
                 mean_of,
-                self._per_block(bucket, self._decay),
-                self._per_block(bucket, lambda i: -self._group(i)["lr"]),
+                self._by_block("decay", bucket, self._decay, alike=True),
+                self._by_block("lr", bucket, lambda i: -self._group(i)["lr"], alike=True),
             )
         self._drawn = {}
 
@@ -214,8 +214,10 @@ class BinSGDM(OnebitOptimizer):
             bucket,
             lo,
             hi,
-            b=self._per_block(bucket, lambda i: self._group(i)["beta"])[lo:hi],
-            o=self._per_block(bucket, lambda i: (1.0 - self._group(i)["beta"]) * self._grad_scale)[lo:hi],
+            b=self._by_block("b", bucket, lambda i: self._group(i)["beta"], alike=True)[lo:hi],
+            o=self._by_block("o", bucket, lambda i: (1.0 - self._group(i)["beta"]) * self._grad_scale, alike=True)[
+                lo:hi
+            ],
             g=shard if shard is not None else self._contribution(bucket),
             m=self._shard(bucket, "m"),
             a=self._shard(bucket, "a"),

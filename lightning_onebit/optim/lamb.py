@@ -217,7 +217,7 @@ class OnebitLamb(AdamMoments):
             lambda i: 1.0 / self._first_correction(i),
             lambda i: self._group(i)["weight_decay"],
         )
-        factors = torch.stack([self._per_block(bucket, value_of) for value_of in values])
+        factors = self._by_block("factors", bucket, *values)
         self._partials[bucket.index] = self._kernels.lamb_update(
             bucket,
             self._bind_weights(bucket),
@@ -243,8 +243,8 @@ class OnebitLamb(AdamMoments):
                 self._bind_weights(bucket),
                 packed,
                 bucket.slice(self._flat["r"]),
-                self._per_block(bucket, lambda i: 1.0 / self._first_correction(i)),
-                self._per_block(bucket, lambda i: self._group(i)["weight_decay"]),
+                self._by_block("alpha", bucket, lambda i: 1.0 / self._first_correction(i), alike=True),
+                self._by_block("wd", bucket, lambda i: self._group(i)["weight_decay"], alike=True),
                 step[bucket.block_param],
             )
         index = upload([i for i in self._slots if self._active[i]], self._device)

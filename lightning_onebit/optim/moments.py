@@ -49,8 +49,8 @@ class AdamMoments(OnebitOptimizer):
         )
 
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
-        a = self._per_block(bucket, lambda i: self._group(i)["betas"][0], alike=True)
-        b = self._per_block(bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True)
+        a = self._by_block("a", bucket, lambda i: self._group(i)["betas"][0], alike=True)
+        b = self._by_block("b", bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True)
         return Coefficients(a[lo:hi], self._momentum_of(bucket, lo, hi), b[lo:hi])
 
     def _enter_compressed(self) -> None:

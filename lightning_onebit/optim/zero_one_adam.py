@@ -162,10 +162,8 @@ class ZeroOneAdam(AdamMoments):
 
     def _momentum_energy(self, bucket: Bucket) -> Tensor:
         """See the base; residuals hold updates, ``lr_t*m``, so the momentum counts times the ``lr_t`` of the last exchange."""
-        return (
-            super()._momentum_energy(bucket)
-            * self._per_block(bucket, lambda i: self._units[self._slot_of[i]]).double().square()
-        )
+        units = upload(self._units, self._device, torch.float32)[bucket.block_param]
+        return super()._momentum_energy(bucket) * units.double().square()
 
     @torch.no_grad()
     def synchronise(self) -> None:
@@ -305,7 +303,7 @@ class ZeroOneAdam(AdamMoments):
         """A dense round at lr = 0: momenta of all ranks meet again, v is not touched and x does not move."""
         for i in planned:
             self._moment("m", i).lerp_(self._grad(i).float(), 1 - self._group(i)["betas"][0])
-            self._t[i] += 1
+        self._count(planned)
         self._anchored = False
         if self._phase is Phase.LOCAL:
             self._record_round(synchronised=True)
@@ -381,8 +379,8 @@ class ZeroOneAdam(AdamMoments):
         self._hold_momentum_flat()
         self._anchor_here()
         stepped = [i for i in self._slots if self._active[i]]
+        self._count(stepped)
         for i in stepped:
-            self._t[i] += 1
             self._travelled[self._slot_of[i]] += self._lr_t(i)
         with self.ledger.compressing():
             for bucket in self._buckets():
@@ -431,7 +429,7 @@ class ZeroOneAdam(AdamMoments):
             self._lr_t,
             self._decay,
         )
-        return torch.stack([self._per_block(bucket, value_of) for value_of in values])
+        return self._by_block("local", bucket, *values, alike=True)
 
     def _lr_t(self, index: int) -> float:
         return float(self._group(index)["lr"] / self._first_correction(index))
@@ -443,15 +441,17 @@ class ZeroOneAdam(AdamMoments):
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
         if self._exchanging_local:
             return Coefficients(None, None, torch.ones(hi - lo, device=self._device))
-        a = self._per_block(bucket, lambda i: self._lr_t(i) * self._group(i)["betas"][0])[lo:hi]
-        b = self._per_block(bucket, lambda i: self._lr_t(i) * (1.0 - self._group(i)["betas"][0]) * self._grad_scale)
+        a = self._by_block("a", bucket, lambda i: self._lr_t(i) * self._group(i)["betas"][0], alike=True)[lo:hi]
+        b = self._by_block(
+            "b", bucket, lambda i: self._lr_t(i) * (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True
+        )
         return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi])
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         ones = torch.ones(bucket.blocks, device=self._device)
         r = bucket.slice(self._flat["r"])
         if not self._exchanging_local:
-            decay = self._per_block(bucket, self._decay)
+            decay = self._by_block("decay", bucket, self._decay, alike=True)
             self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, ones)
             self._rescale(bucket, packed, self._lr_t)
             return
@@ -473,7 +473,7 @@ class ZeroOneAdam(AdamMoments):
         for slot in bucket.members:
             if (unit := unit_of(self._slots[slot])) > 0:
                 self._units[slot] = unit
-        factors = self._per_block(bucket, lambda i: 1.0 / unit_of(i) if unit_of(i) > 0 else 1.0)
+        factors = self._by_block("units", bucket, lambda i: 1.0 / unit_of(i) if unit_of(i) > 0 else 1.0)
         packed.scales.mul_(factors.view(packed.rows, packed.blocks_per_row))
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
