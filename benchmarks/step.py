@@ -76,22 +76,22 @@ def local(threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks
     candidates["AdamW fused"] = fused.step
     copies = [torch.empty(elements), torch.empty(elements)]
     candidates["copy of the gradient"] = lambda: copies[0].copy_(copies[1])
+    variants: dict[str, dict[str, Any]] = {
+        "onebit step": {},
+        "the same, no skips": {"max_consecutive_skips": 0},
+        "the same, no skips, bf16 residuals": {"max_consecutive_skips": 0, "residual_dtype": "bfloat16"},
+    }
     for size in bucket_mb:
-        optimizer = OnebitAdam(
-            model().parameters(), lr=1e-4, freeze_step=1, process_group=_echo(ranks), bucket_mb=size, kernels="cpu"
-        )
-        candidates[f"onebit step, {size:g} MB buckets"] = optimizer.step
-        optimizer = OnebitAdam(
-            *(model().parameters(), 1e-4),
-            **{
-                "freeze_step": 1,
-                "process_group": _echo(ranks),
-                "bucket_mb": size,
-                "kernels": "cpu",
-                "max_consecutive_skips": 0,
-            },
-        )
-        candidates[f"the same, no skips, {size:g} MB buckets"] = optimizer.step
+        for name, options in variants.items():
+            optimizer = OnebitAdam(
+                *(model().parameters(), 1e-4),
+                freeze_step=1,
+                process_group=_echo(ranks),
+                bucket_mb=size,
+                kernels="cpu",
+                **options,
+            )
+            candidates[f"{name}, {size:g} MB buckets"] = optimizer.step
     seconds = side_by_side(candidates, repeats=repeats)
     ratios = {name: ratio(seconds, name, "AdamW fused") for name in candidates}
     return {

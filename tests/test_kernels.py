@@ -66,11 +66,17 @@ def hard_values(rng: np.random.Generator, size: int) -> np.ndarray:
 def bits(a: np.ndarray | Tensor) -> np.ndarray:
     """Bit patterns, so that -0.0 and 0.0 differ and NaNs compare."""
     a = a.detach().cpu().numpy() if isinstance(a, Tensor) else np.asarray(a)
-    return np.ascontiguousarray(a).view({2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize])
+    return np.ascontiguousarray(a).view({1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}[a.dtype.itemsize])
 
 
 def same_bits(a: np.ndarray | Tensor, b: np.ndarray | Tensor) -> bool:
     return bits(a).shape == bits(b).shape and bool((bits(a) == bits(b)).all())
+
+
+def same_bits_or_nan(a: Tensor, b: Tensor) -> bool:
+    """Equal bits where a number is; the payload of a NaN is nobody's business."""
+    nan = a.isnan()
+    return bool((nan == b.isnan()).all()) and same_bits(a[~nan].view(torch.int16), b[~nan].view(torch.int16))
 
 
 def cut(flat: np.ndarray, bucket: Bucket) -> list[np.ndarray]:
@@ -233,6 +239,32 @@ def test_compress_reads_16_bit_gradients_exactly(kernels: KernelBackend, dtype: 
         )
         outs.append((out.raw, e))
     assert torch.equal(outs[0][0], outs[1][0]) and same_bits(outs[0][1], outs[1][1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("block_size", [32, 96, 2048])
+def test_16_bit_residuals_are_those_of_fp32_rounded(
+    kernels: KernelBackend, dtype: torch.dtype, block_size: int
+) -> None:
+    device, rng = device_of(kernels), np.random.default_rng(5)
+    bucket = bucket_of([7, 4097], block_size, device, world=2)
+    held = torch.from_numpy(random_flat(rng, bucket)).to(device, dtype)
+    g = torch.from_numpy(random_flat(rng, bucket)).to(device)
+    g[: 3 if block_size > 32 else 1] = torch.inf  # a broken gradient breaks its block in either form
+    b = torch.full((bucket.blocks,), 0.5, device=device)
+    sent, halves = (Packed.empty(2, bucket.blocks // 2, block_size, device=device) for _ in range(2))
+    whole, half = held.float(), held.clone()
+    for e, out in ((whole, sent), (half, halves)):
+        kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=b, g=g, e=e, out=out)
+    assert same_bits(sent.raw, halves.raw) and same_bits_or_nan(half, whole.to(dtype))
+
+    count = bucket.blocks // 2
+    whole, half = held[: count * block_size].float(), held[: count * block_size].clone()
+    replies = []
+    for d in (whole, half):
+        replies.append(Packed.empty(1, count, block_size, device=device))
+        kernels.reduce(sent, bucket.lengths[:count], d, replies[-1], 0.5)
+    assert same_bits(replies[0].raw, replies[1].raw) and same_bits_or_nan(half, whole.to(dtype))
 
 
 def test_tensors_that_begin_anywhere_in_memory_give_the_same_bits(kernels: KernelBackend) -> None:

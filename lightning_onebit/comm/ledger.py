@@ -6,8 +6,6 @@ Callbacks, metrics, benchmarks and tests read this one ledger. Bytes are those t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -58,6 +56,21 @@ class StepRecord:
 _SUMMED = tuple(f.name for f in fields(StepRecord) if f.name not in ("step", "phase", "dense"))
 
 
+class _Compressing:
+    """The context of ``ByteLedger.compressing()``; a class, because it is entered several times per bucket."""
+
+    __slots__ = ("_ledger", "_start")
+
+    def __init__(self, ledger: ByteLedger) -> None:
+        self._ledger = ledger
+
+    def __enter__(self) -> None:
+        self._start = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self._ledger._open.compression_seconds += time.perf_counter() - self._start
+
+
 class ByteLedger:
     """Keeps the record of the running step, of the last step and the sum of all.
 
@@ -92,14 +105,9 @@ class ByteLedger:
         self._open.control_bytes += nbytes
         self._open.control_collectives += 1
 
-    @contextmanager
-    def compressing(self) -> Iterator[None]:
+    def compressing(self) -> _Compressing:
         """Times kernels."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._open.compression_seconds += time.perf_counter() - start
+        return _Compressing(self)
 
     def waited(self, seconds: float) -> None:
         """Counts time blocked in a collective."""

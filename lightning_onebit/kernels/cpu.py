@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 2
+ABI = 4
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -206,14 +206,15 @@ _INT, _LONG, _POINTER, _FLOAT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, c
 _KEY = (ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 _SPANS = (_LONG, _POINTER, _POINTER, _POINTER, _POINTER)  # count, first blocks, lengths, addresses, dtypes
 _PAYLOAD = (_POINTER, _LONG, _LONG)  # address, bytes from row to row, blocks of a row
+_RESIDUAL = (_POINTER, _INT)  # address, dtype
 
 # The parameters after the first (threads, int) of each function of onebit_cpu.cpp.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gather": (_LONG, _LONG, *_SPANS, _POINTER),
     "scatter": (_LONG, _LONG, *_SPANS, _POINTER),
     "grad_stats": (_LONG, _POINTER, _POINTER, _POINTER, _POINTER),
-    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD),
-    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, _POINTER, _POINTER, _LONG, _FLOAT),
+    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, _POINTER, _POINTER, *_SPANS, *_RESIDUAL, *_PAYLOAD),
+    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
     "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *[_POINTER] * 4),
@@ -258,6 +259,12 @@ def _address(tensor: Tensor, name: str, numel: int, dtype: torch.dtype = torch.f
             f"strides {tensor.stride()}, {tensor.dtype} on {tensor.device}"
         )
     return tensor.data_ptr()
+
+
+def _residual(tensor: Tensor, name: str, numel: int) -> tuple[int, int]:
+    """Address and code of residuals: fp32 or, in half the memory, bf16 or fp16."""
+    dtype = tensor.dtype if tensor.dtype in _DTYPES else torch.float32
+    return _address(tensor, name, numel, dtype), _DTYPES[dtype]
 
 
 def _payload(packed: Packed, name: str, blocks: int, block_size: int, scales: bool = True) -> tuple[int, int, int]:
@@ -520,11 +527,11 @@ class CpuKernels(ReferenceKernels):
                     raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
                 table = _SpanTable.of(self._layout(bucket), g, "g", _DTYPES)
                 spans_g = table.arguments
-        residual = _address(e, "e", elements)
+        residual = _residual(e, "e", elements)
         self._call(
             "compress",
             *(size, blocks, lengths, factor_m, flat_m, *packed_m),
-            *(factor_g, flat_g, *spans_g, residual, *_payload(out, "out", blocks, size)),
+            *(factor_g, flat_g, *spans_g, *residual, *_payload(out, "out", blocks, size)),
         )
 
     def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
@@ -538,7 +545,7 @@ class CpuKernels(ReferenceKernels):
             *(size, received.rows, *_payload(received, "received", received.rows * blocks, size)),
             *(
                 _address(lengths, "lengths", blocks, torch.int32),
-                _address(d, "d", blocks * size),
+                *_residual(d, "d", blocks * size),
                 address,
                 stride,
                 inv_n,

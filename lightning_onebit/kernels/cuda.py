@@ -538,7 +538,8 @@ class CudaKernels(ReferenceKernels):
                 if blocks != bucket.blocks:
                     raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
                 bound = self._bind(bucket, g, "g", device)
-        residual = self._address(e, "e", elements)
+        whole = e.float()  # itself, unless residuals are kept in 16 bits
+        residual = self._address(whole, "e", elements)
         lanes = size // BITS_PER_WORD
         wide = lanes % 4 == 0 and lanes <= _MAX_THREADS and residual % 16 == 0 and flat_m % 16 == 0
         arguments = (
@@ -548,6 +549,8 @@ class CudaKernels(ReferenceKernels):
         )
         name = f"compress_vectors_{kind}" if wide else f"compress_{kind}"
         self._launch(name, device, size, blocks, arguments, accumulators=1, staged=wide)
+        if whole is not e:
+            e.copy_(whole)
 
     def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
@@ -556,11 +559,14 @@ class CudaKernels(ReferenceKernels):
             raise ValueError(f"out must be one row, got {out.rows}")
         address, stride, _ = self._payload(received, "received", received.rows * blocks, size)
         target, target_stride, _ = self._payload(out, "out", blocks, size)
+        whole = d.float()
         arguments = (
             *(received.rows, address, stride, self._address(lengths, "lengths", blocks, torch.int32)),
-            *(self._address(d, "d", blocks * size), target, target_stride, np.float32(inv_n)),
+            *(self._address(whole, "d", blocks * size), target, target_stride, np.float32(inv_n)),
         )
         self._launch("reduce", d.device, size, blocks, arguments, accumulators=1)
+        if whole is not d:
+            d.copy_(whole)
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
         """Bits and scales to flat fp32, 0 on padding."""

@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 2;
+constexpr int kAbi = 4;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -550,6 +550,22 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, flo
   for (; i < length; ++i) y[i] = residual_of<1>(y[i], scale);
 }
 
+// The fp32 residual of a block: where it lies, or widened in `staged` where it is kept in 16 bits.
+struct Residual {
+  void* data;  // of all blocks
+  uint8_t dtype;
+
+  INLINE float* open(int64_t block, int64_t size, float* staged) const {
+    char* at = static_cast<char*>(data) + block * size * item_size(dtype);
+    if (dtype == kFloat32) return reinterpret_cast<float*>(at);
+    to_float(at, dtype, size, staged);
+    return staged;
+  }
+  INLINE void close(int64_t block, int64_t size, const float* y) const {
+    if (dtype != kFloat32) from_float(y, size, dtype, static_cast<char*>(data) + block * size * item_size(dtype));
+  }
+};
+
 // ----- compress ---------------------------------------------------------------------------------------------------------
 
 enum class Momentum { kNone, kFlat, kPacked };
@@ -593,20 +609,21 @@ struct CompressArgs {
   const float* b;
   const float* g;
   Spans spans;
-  float* e;
+  Residual e;
   Payload out;
 };
 
 template <Momentum M, bool G> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0);
+    Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), widened(x.e.dtype != kFloat32 ? size : 0);
     SpanCursor cursor(x.spans, size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t length = x.lengths[block];
       prefetch_words<true>(x.out, block, lanes);
       Worker<M, G> worker{};
-      worker.e = x.e + block * size;
+      float* const e = x.e.open(block, size, widened);
+      worker.e = e;
       if (M != Momentum::kNone) worker.a = x.a[block];
       if (M == Momentum::kFlat) worker.m = x.m + block * size;
       if (M == Momentum::kPacked) {
@@ -623,7 +640,8 @@ template <Momentum M, bool G> void compress(int threads, const CompressArgs& x) 
           worker.g = whole_block(cursor.at(block), size, staged);
         }
       }
-      quantize(worker, size, length, x.e + block * size, block_of(x.out, block, lanes), acc);
+      quantize(worker, size, length, e, block_of(x.out, block, lanes), acc);
+      x.e.close(block, size, e);
     }
   });
 }
@@ -682,11 +700,11 @@ template <> struct Server<0> {
 };
 
 template <int Rows>
-void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, float* d,
+void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, const Residual& d,
             const Payload& out, float inv_n) {
   const int64_t lanes = size / kPlanes;
   parallel(threads, received.per_row, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), scales(rows);
+    Scratch acc(lanes), scales(rows), widened(d.dtype != kFloat32 ? size : 0);
     std::vector<const uint32_t*> words(rows);
     for (int64_t block = first; block < last; ++block) {
       for (int row = 0; row < rows; ++row) {
@@ -695,8 +713,10 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
         scales[row] = *in.scale;
         words[row] = in.words;
       }
-      const Server<Rows> server{rows, scales, words.data(), inv_n, d + block * size};
-      quantize(server, size, lengths[block], d + block * size, block_of(out, block, lanes), acc);
+      float* const residual = d.open(block, size, widened);
+      const Server<Rows> server{rows, scales, words.data(), inv_n, residual};
+      quantize(server, size, lengths[block], residual, block_of(out, block, lanes), acc);
+      d.close(block, size, residual);
     }
   });
 }
@@ -1103,10 +1123,10 @@ EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                            void* const* span_data, const uint8_t* span_dtype, float* e, uint8_t* out_raw,
+                            void* const* span_data, const uint8_t* span_dtype, void* e, int e_dtype, uint8_t* out_raw,
                             int64_t out_stride, int64_t out_per_row) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
-                       {spans, span_block, span_numel, span_data, span_dtype}, e, {out_raw, out_stride, out_per_row}};
+                       {spans, span_block, span_numel, span_data, span_dtype}, {e, static_cast<uint8_t>(e_dtype)}, {out_raw, out_stride, out_per_row}};
   const bool gradient = g != nullptr || span_data != nullptr;
   if (m != nullptr)
     gradient ? compress<Momentum::kFlat, true>(threads, x) : compress<Momentum::kFlat, false>(threads, x);
@@ -1117,8 +1137,10 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
 }
 
 EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
-                          const int32_t* lengths, float* d, uint8_t* out_raw, int64_t out_stride, float inv_n) {
+                          const int32_t* lengths, void* residual, int residual_dtype, uint8_t* out_raw, int64_t out_stride,
+                          float inv_n) {
   const Payload received{in_raw, in_stride, per_row}, out{out_raw, out_stride, per_row};
+  const Residual d{residual, static_cast<uint8_t>(residual_dtype)};
   switch (rows) {
     case 1: return reduce<1>(threads, block_size, rows, received, lengths, d, out, inv_n);
     case 2: return reduce<2>(threads, block_size, rows, received, lengths, d, out, inv_n);

@@ -170,7 +170,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._owed: list[int] = []
         # whether the buckets of the running step came back finite, where nobody looked at the gradients before
         self._trusted = False
-        self._finite: list[Tensor] = []
         self._launched = 0
         self._early_buckets: list[Bucket] = []
         self._landing_hooks: list[Any] = []
@@ -573,7 +572,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
         session.finish()
         self._count(i for i in self._slots if self._active[i])
         arrived, self._arrived, self._session = self._arrived, [], None
-        self._refuse_non_finite(arrived)
+        if (bad := self._non_finite(arrived)) is not None:
+            raise FloatingPointError(
+                f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange (bucket {bad.index}). With "
+                "overlap='backward' gradients leave before all of them can be checked, so the step cannot be skipped; resume from "
+                "the last checkpoint with overlap='step'"
+            )
         with self.ledger.compressing():
             for bucket, gathered in arrived:
                 self.finish(bucket, gathered)
@@ -586,16 +590,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._advance()
         return loss
 
-    def _refuse_non_finite(self, arrived: list[tuple[Bucket, Tensor]]) -> None:
-        """All ranks hold the same scales, so all of them see a non-finite gradient of any rank."""
-        for bucket, gathered in arrived:
-            packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
-            if not bool(torch.isfinite(packed.scales).all()):
-                raise FloatingPointError(
-                    f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange (bucket {bucket.index}). With "
-                    "overlap='backward' gradients leave before all of them can be checked, so the step cannot be skipped; resume from "
-                    "the last checkpoint with overlap='step'"
-                )
+    def _non_finite(self, arrived: Sequence[tuple[Bucket, Tensor]]) -> Bucket | None:
+        """The first bucket with a scale that is not finite: all ranks hold the same ones, so all see a bad gradient of any rank."""
+        size = self._ranks().size
+        scales = [Packed(raw, bucket.blocks // size, bucket.block_size).scales for bucket, raw in arrived]
+        if not scales or bool(torch.stack([torch.isfinite(s).all() for s in scales]).all()):
+            return None
+        return next(b for (b, _), s in zip(arrived, scales, strict=True) if not bool(torch.isfinite(s).all()))
 
     def _close_step(self, dense: bool, *, skipped: bool) -> None:
         self._present = self._verdict = self._decision = None
@@ -697,7 +698,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._protected = {
             b.index: _Protected(self, b, active) for b in buckets if not all(active[s] for s in b.params)
         }
-        self._finite = []
         self._lookups = _Lookups()
         for bucket in buckets:
             self._look_up(bucket)
@@ -706,10 +706,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._end_exchange()
         self._protected = {}
         self._lookups = _Lookups()
-        if self._finite and not bool(torch.stack(self._finite).all()):
+        arrived, self._arrived = self._arrived, []
+        if (bad := self._non_finite(arrived)) is not None:
             raise FloatingPointError(
-                f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange; with max_consecutive_skips=0 nobody "
-                "looks before. Resume from the last checkpoint, with max_consecutive_skips > 0 to skip such steps"
+                f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange (bucket {bad.index}); with "
+                "max_consecutive_skips=0 nobody looks before. Resume from the last checkpoint, with max_consecutive_skips > 0 to skip "
+                "such steps"
             )
 
     # ----- codec: the exchange's view of an optimizer (see comm.exchange.Codec)
@@ -726,14 +728,11 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
         """Worker side: compresses ``a*m + b*g + e`` of this rank's shard."""
-        ranks = self._ranks()
         lo, hi = self._shard_blocks(bucket)
-        out = self._payload(bucket, ranks.nodes)
+        out = self._payload(bucket, self._ranks().nodes)
         if guard := self._protected.get(bucket.index):
             guard.save()
-        a, m, b = self._coefficients(bucket, lo, hi)
-        held = self._residual_of(bucket)
-        residual = held.float()  # itself, unless residuals are kept in 16 bits
+        (a, m, b), residual = self._lookups.worker.get(bucket.index) or self._worker_side(bucket)
         self._kernels.compress(
             bucket,
             lo,
@@ -745,23 +744,15 @@ class OnebitOptimizer(torch.optim.Optimizer):
             e=residual,
             out=out,
         )
-        if residual is not held:
-            held.copy_(residual)
         return out.raw
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
         ranks = self._ranks()
-        count = bucket.blocks // ranks.size
-        chunk = ranks.local_rank * ranks.nodes + ranks.node
-        rows = Packed(received, count, bucket.block_size)
+        rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
         out = self._payload(bucket, 1)
-        lengths = bucket.lengths[chunk * count : (chunk + 1) * count]
-        held = self._server_residual_of(bucket)
-        residual = held.float()
+        lengths, residual = self._lookups.server.get(bucket.index) or self._server_side(bucket)
         self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes)
-        if residual is not held:
-            held.copy_(residual)
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
@@ -779,7 +770,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             return
         packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
         if self._trusted:
-            self._finite.append(torch.isfinite(packed.scales).all())
+            self._arrived.append((bucket, gathered))
         self._apply(bucket, packed)
         guard = self._protected.get(bucket.index)
         if guard is not None:
@@ -965,6 +956,19 @@ class OnebitOptimizer(torch.optim.Optimizer):
         grads = self._contribution(bucket)
         if isinstance(grads, BoundSpans):
             self._kernels.prepare(bucket, grads, "g")
+        self._lookups.worker[bucket.index] = self._worker_side(bucket)
+        self._lookups.server[bucket.index] = self._server_side(bucket)
+
+    def _worker_side(self, bucket: Bucket) -> tuple[Coefficients, Tensor]:
+        """What the worker side of a bucket needs: coefficients and residual."""
+        return self._coefficients(bucket, *self._shard_blocks(bucket)), self._residual_of(bucket)
+
+    def _server_side(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+        """What the server side of this rank's chunk of a bucket needs: lengths of the blocks and residual."""
+        ranks = self._ranks()
+        count = bucket.blocks // ranks.size
+        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        return bucket.lengths[chunk * count : (chunk + 1) * count], self._server_residual_of(bucket)
 
     def _bind_grads(self, bucket: Bucket) -> BoundSpans:
         """Gradients by span; looked up once in a step."""
@@ -975,9 +979,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
         def gradient(slot: int) -> Tensor | None:
             p = self._params[self._slots[slot]]
             grad = p.grad
-            if grad is not None and grad.stride() != p.stride() and p.numel() > 1:
+            if grad is None:
+                return None
+            if grad.is_contiguous() and p.is_contiguous():
+                return grad.view(-1)
+            if grad.stride() != p.stride() and p.numel() > 1:
                 grad = torch.empty_like(p).copy_(grad)  # autograd may hand over another memory order
-            return None if grad is None else memory_order(grad)
+            return memory_order(grad)
 
         spans = self._lookups.grads[bucket.index] = BoundSpans(bucket.bind(gradient))
         return spans
@@ -1013,7 +1021,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def _tables(self, values_of: Sequence[Callable[[int], float]], alike: bool) -> Sequence[Tensor]:
         plan = self._known_plan()
-        kinds = [(self._group_of[i], self._t[i]) if alike else i for i in self._slots]
+        kinds: Sequence[Any] = self._slots
+        if alike:
+            kinds = self._lookups.kinds = self._lookups.kinds or [(self._group_of[i], self._t[i]) for i in self._slots]
         examples = dict(zip(kinds, self._slots, strict=True))
         rows = []
         for value_of in values_of:
@@ -1442,12 +1452,15 @@ def _forwarded(name: str) -> Callable[..., Any]:
 
 
 class _Lookups:
-    """What a step looks up once, by bucket: spans of weights and gradients, tables of the parameters' numbers."""
+    """What a step looks up once, by bucket: spans of weights and gradients, both sides of the exchange, tables of numbers."""
 
     def __init__(self) -> None:
         self.weights: dict[int, BoundSpans] = {}
         self.grads: dict[int, BoundSpans] = {}
+        self.worker: dict[int, tuple[Coefficients, Tensor]] = {}
+        self.server: dict[int, tuple[Tensor, Tensor]] = {}
         self.tables: dict[str, Sequence[Tensor]] = {}
+        self.kinds: list[tuple[int, int]] = []  # group and step count of each slot
 
 
 class _Protected:

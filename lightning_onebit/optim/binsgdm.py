@@ -198,6 +198,11 @@ class BinSGDM(OnebitOptimizer):
         """Gradients of the bucket; bitmaps need no average."""
         return None if self._merging else super().local(bucket)
 
+    def _look_up(self, bucket: Bucket) -> None:
+        """See the base; there are no residuals, and the worker side is made when its bits are drawn."""
+        self._bind_weights(bucket)
+        self._kernels.prepare(bucket, self._bind_grads(bucket), "g")
+
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
         """Worker side: draws the signs of this rank's shard, or sends its bitmap of live coordinates."""
         ranks = self._ranks()
