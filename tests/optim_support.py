@@ -47,11 +47,16 @@ class Problem(Run):
         algorithm: its name.
         growth: gradients of step t are ``growth**t`` times as large.
         shared: ranks of a node (``shared`` of them) have the same gradients.
+        blank: tensors whose weights start at 0.
     """
 
     algorithm: str = "onebit_adam"
     growth: float = 1.0
     shared: int = 1
+    blank: tuple[int, ...] = ()
+
+    def start(self) -> list[np.ndarray]:
+        return [np.zeros_like(a) if l in self.blank else a for l, a in enumerate(super().start())]
 
     def gradient(self, t: int, rank: int, l: int) -> np.ndarray | None:
         g = super().gradient(t, rank // self.shared, l)

@@ -35,6 +35,8 @@ AS_THERE = {"bias_correction": False, "denominator_floor": 0.0, "block_size": 32
 def options_of(case: str) -> dict[str, Any]:
     """Our options for a recorded run."""
     options = {**recording.CASES[case]["options"], **AS_THERE}
+    if case == "onebit_lamb":
+        options["track_weight_norm"] = False
     if "freeze_step" in options:
         # its counter includes the first step, which it throws away
         options["freeze_step"] -= 1

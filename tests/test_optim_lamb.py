@@ -3,6 +3,7 @@
 # ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import torch
 from optim_support import SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train
 
+from lightning_onebit.kernels.reference import block_square_sums
 from lightning_onebit.optim.lamb import OnebitLamb
 
 #: the correction meets both of its bounds and its speed limit, the trust ratio both of its clips
@@ -36,12 +38,24 @@ def clipped(**differing: Any) -> Problem:
     return Problem(24, options, shapes=SHAPES, cold=100, seed=3, algorithm="onebit_lamb", growth=1.12)
 
 
+#: no step of the warm-up moves anything, so that two tensors are 0 up to the second compressed step, and grow fast from there
+BLANK = dataclasses.replace(clipped(), lrs=(0.0,) * 8 + (0.02,) * 16, blank=(1, 4))
+RUNS = {
+    "defaults": clipped(),
+    "published recipe": clipped(bias_correction=False, track_weight_norm=False),
+    "frozen ratios": clipped(track_weight_norm=False),
+    "without bias correction": clipped(bias_correction=False),
+    "weights that start at zero": BLANK,
+}
+
+
 def coefficients(group: Any, rank: int, world: int, problem: Problem) -> dict[str, Any]:
     params = problem.parameters()
     optimizer = problem.build(params, process_group=group)
     seen = []
     for t in range(problem.steps):
         problem.put(params, t, rank)
+        optimizer.param_groups[0]["lr"] = problem.lr_at(t)
         optimizer.step()
         seen.append(optimizer.get_lamb_coeffs())
     dense = [optimizer.ledger.dense_steps, optimizer.ledger.compressed_steps]
@@ -53,11 +67,11 @@ def coefficients(group: Any, rank: int, world: int, problem: Problem) -> dict[st
     }
 
 
-@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("run", list(RUNS))
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_follows_the_oracle_across_the_freeze(world: int, bias_correction: bool) -> None:
+def test_follows_the_oracle_across_the_freeze(world: int, run: str) -> None:
     """Weights, momentum, residuals, fresh second moments and every coefficient of every step, on real processes."""
-    problem = clipped(bias_correction=bias_correction)
+    problem = RUNS[run]
     theirs: list[list[float]] = []
     simulated = problem.simulate(world, lambda o, t: theirs.append(list(o.coeff)))
     sure(simulated)
@@ -66,7 +80,7 @@ def test_follows_the_oracle_across_the_freeze(world: int, bias_correction: bool)
     for result in results:
         assert result["kinds"] == [8, 16] and result["bytes"] > 0
         for l, size in enumerate(np.prod(s) for s in SHAPES):
-            close(result["x"][l], simulated.x[l], problem.lr_at(0))
+            close(result["x"][l], simulated.x[l], problem.lr_at(problem.steps - 1))
             if size:
                 for key, expected in (("exp_avg", simulated.m[l]), ("exp_avg_sq_fresh", simulated.vfresh[l])):
                     ours = result["state"][l][key].numpy().ravel()
@@ -101,6 +115,27 @@ def test_the_run_of_the_oracle_test_meets_every_clip(world: int) -> None:
     assert fastest.any()
     free = ~fastest & (after != o["factor_max"]) & (after != o["factor_min"]) & (after != 1)
     assert free[:, 0].any(), "where f is bounded by nothing, the blend with weight decay decides"
+
+
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_the_runs_of_the_oracle_test_meet_every_case_of_the_norms(world: int) -> None:
+    """Both clips of ``c_now``, ratios between them that have left c_avg, and tensors without a norm."""
+    dense = CLIPPED["freeze_step"]
+    for name, bound in (("defaults", "min_coeff"), ("weights that start at zero", "max_coeff")):
+        c: list[list[float]] = []
+        w0: list[list[float]] = []
+        simulated = RUNS[name].simulate(
+            world,
+            lambda o, t, c=c, w0=w0: (c.append(list(np.array(o.coeff) / o.r)), w0.append(list(o.w0))),  # type: ignore[misc]
+        )
+        now, average = np.array(c[dense:]), np.array(simulated.c_avg)
+        assert np.isclose(now, CLIPPED[bound]).any()
+        free = (now > CLIPPED["min_coeff"] * 1.001) & (now < CLIPPED["max_coeff"] * 0.999)
+        assert (free & (abs(now / average - 1) > 0.01)).any()
+        if RUNS[name].blank:
+            first, second = np.array(w0[dense : dense + 2])[:, list(RUNS[name].blank)]
+            assert not first.any() and second.all(), "the first compressed step finds them at 0"
+            assert now[0, 1] == now[0, 4] == 1.0
 
 
 def independent_lamb(problem: Problem, world: int, clip: tuple[float, float]) -> list[np.ndarray]:
@@ -190,6 +225,130 @@ def test_the_freeze_starts_fresh_moments_at_the_frozen_ones() -> None:
     assert f == pytest.approx(((1 - 0.999**3) / (1 - 0.999**4)) ** 0.5, rel=1e-4)
 
 
+# ----- ratios that follow the weights -------------------------------------------------------------------------------------------
+
+
+def norm_of(x: torch.Tensor, block_size: int = 32) -> float:
+    """``||x||`` as the kernels sum it: squares of a block in fp32 in their fixed order, blocks in fp64."""
+    flat = torch.zeros(-(-x.numel() // block_size) * block_size)
+    flat[: x.numel()] = x.detach().float().flatten()
+    return float(block_square_sums(flat.view(-1, block_size)).double().sum().sqrt())
+
+
+def growing_worker(group: Any, rank: int, world: int, track: bool) -> list[list[dict[str, float]]]:
+    """Small weights under gradients that always point the same way: what decides the coefficient, per step and tensor."""
+    params = [torch.nn.Parameter(torch.full((70,), 0.02, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    optimizer = OnebitLamb(
+        params,
+        **{"lr": 0.5, "freeze_step": 3, "coeff_beta": 0.0, "max_coeff": 0.3, "track_weight_norm": track},
+        **{"block_size": 32, "process_group": group},
+    )
+    seen = []
+    for _ in range(16):
+        for p in params:
+            p.grad = -torch.ones_like(p)
+        masters = [optimizer.state_dict()["state"].get(i, {}).get("master", p) for i, p in enumerate(params)]
+        norms = [norm_of(x) for x in masters]
+        optimizer.step()
+        books = optimizer.state_dict()["onebit"]
+        used = optimizer.get_lamb_coeffs()
+        seen.append(
+            [
+                {
+                    "norm": norm,
+                    "used": used[f"parameter {i}"],
+                    **{key: books[key][i] for key in ("coeff_average", "last_factor", "weight_norm")},
+                }
+                for i, norm in enumerate(norms)
+            ]
+        )
+    return seen[3:]
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_the_coefficient_follows_the_norm_of_the_weights_exactly(track: bool) -> None:
+    """Of the fp32 master weights where parameters are kept in 16 bits; without the option it stays at ``c_avg*f``."""
+    for seen in run_world(growing_worker, 2, track):
+        for tensor in zip(*seen, strict=True):
+            w0 = tensor[0]["norm"]
+            assert tensor[-1]["norm"] > 3 * w0, "the weights of this run grow"
+            for step in tensor:
+                assert step["weight_norm"] == (w0 if track else 0.0)
+                ratio = step["coeff_average"]
+                if track:
+                    ratio = min(max(ratio * step["norm"] / w0, 0.01), 0.3)
+                assert step["used"] == pytest.approx(ratio * step["last_factor"], rel=1e-14)
+            ratios = [step["used"] / step["last_factor"] for step in tensor]
+            if track:
+                assert ratios == sorted(ratios) and 2 * ratios[0] < ratios[-1] == pytest.approx(0.3)
+            else:
+                assert ratios == pytest.approx([ratios[0]] * len(ratios))
+
+
+def tracked(**options: Any) -> tuple[list[torch.nn.Parameter], Any]:
+    params = [torch.nn.Parameter(torch.full((40,), 0.5)) for _ in range(2)]
+    return params, OnebitLamb(params, lr=0.01, block_size=32, **{"force_compression": True, **options})
+
+
+def stepped(params: list[torch.nn.Parameter], optimizer: Any, *, only: int | None = None) -> list[float]:
+    """One step, of the parameter ``only`` or of all; the norms that the ratios belong to."""
+    for i, p in enumerate(params):
+        p.grad = torch.ones_like(p) if only in (None, i) else None
+    optimizer.step()
+    norms: list[float] = optimizer.state_dict()["onebit"]["weight_norm"]
+    return norms
+
+
+def test_a_parameter_that_sits_a_step_out_neither_sets_nor_uses_its_norm() -> None:
+    params, optimizer = tracked(freeze_step=2)
+    for _ in range(2):
+        assert stepped(params, optimizer) == [0.0, 0.0]
+    first = norm_of(params[0])
+    assert stepped(params, optimizer, only=0) == [first, 0.0]
+    with torch.no_grad():
+        params[1].mul_(2)
+    coefficient = optimizer.get_lamb_coeffs()["parameter 1"]
+    assert stepped(params, optimizer, only=0) == [first, 0.0]
+    assert optimizer.get_lamb_coeffs()["parameter 1"] == coefficient
+    second = norm_of(params[1])
+    assert stepped(params, optimizer) == [first, second]
+
+
+def test_a_thaw_forgets_the_norms() -> None:
+    params, optimizer = tracked()
+    stepped(params, optimizer)
+    optimizer.freeze()
+    assert all(stepped(params, optimizer))
+    optimizer.thaw()
+    assert optimizer.state_dict()["onebit"]["weight_norm"] == [0.0, 0.0]
+    stepped(params, optimizer)
+    optimizer.freeze()
+    before = [norm_of(p) for p in params]
+    assert stepped(params, optimizer) == before
+
+
+def test_a_checkpoint_without_norms_takes_them_at_the_next_compressed_step() -> None:
+    params, optimizer = tracked(freeze_step=2)
+    for _ in range(4):
+        stepped(params, optimizer)
+    state = optimizer.state_dict()
+    assert all(state["onebit"].pop("weight_norm"))
+    optimizer.load_state_dict(state)
+    before = [norm_of(p) for p in params]
+    assert stepped(params, optimizer) == before
+
+
+def test_a_rank_that_goes_on_alone_measures_anew() -> None:
+    """It steps by plain LAMB, which moves c_avg: the norm that belonged to the old average would be wrong beside it."""
+    params, optimizer = tracked(freeze_step=2)
+    for _ in range(4):
+        stepped(params, optimizer)
+    _, alone = tracked(freeze_step=2, force_compression=False)
+    alone.load_state_dict(optimizer.state_dict())
+    assert all(alone.state_dict()["onebit"]["weight_norm"])
+    assert stepped(alone.param_groups[0]["params"], alone) == [0.0, 0.0]
+
+
 # ----- tensors with nothing to scale by -------------------------------------------------------------------------------------------
 
 
@@ -250,6 +409,7 @@ def test_parameters_without_elements_are_legal_anywhere(shapes: tuple[tuple[int,
         ({"factor_min": 5.0}, ValueError, "factor_min=5.0 .* <= 4"),
         ({"factor_threshold": -1.0}, ValueError, "factor_threshold=-1.0"),
         ({"factor_threshold": "0.1"}, TypeError, "factor_threshold='0.1'"),
+        ({"track_weight_norm": 1}, TypeError, "track_weight_norm=1"),
         ({"freeze_step": 0}, ValueError, "freeze_step=0"),
         ({"bias_correction": 1}, TypeError, "bias_correction=1"),
     ],

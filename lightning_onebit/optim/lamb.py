@@ -14,11 +14,11 @@ from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.base import Phase
 from lightning_onebit.optim.moments import AdamMoments
-from lightning_onebit.optim.options import CommonOptions, check_number
+from lightning_onebit.optim.options import CommonOptions, check_flag, check_number
 from lightning_onebit.optim.rules import dense_lamb_
 
 # per-parameter scalars that the algorithm carries, by their names in a checkpoint, with their first values
-_SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
+_SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0, "weight_norm": 0.0}
 
 
 class OnebitLamb(AdamMoments):
@@ -34,7 +34,10 @@ class OnebitLamb(AdamMoments):
         m = exchange(b1 m + (1-b1) g_i) ;  ghat = (m - b1 m_old)/(1-b1) ;  vfresh = b2 vfresh + (1-b2) ghat^2
         f = max_j D_j / Dfresh_j ;  k = min(1, ||up||/||u||) ;  f = f*k + (1-k)  (if wd > 0)
         f = clip(clip(f, factor_min, factor_max), r(1-factor_threshold), r(1+factor_threshold)) ;  r = f
-        x -= lr * c_avg*f * u ,  up = mhat/D ,  u = up + wd*x
+        c_now = clip(c_avg * ||x||/w0, min_coeff, max_coeff)  (c_avg where a norm is 0)
+        x -= lr * c_now*f * u ,  up = mhat/D ,  u = up + wd*x
+
+    ``w0`` is ``||x||`` at the first compressed step that finds it above 0.
 
     Source: "1-bit LAMB", arXiv 2104.06069, algorithm 1; this library's differences are listed in docs/differences.
 
@@ -51,6 +54,8 @@ class OnebitLamb(AdamMoments):
         factor_max: upper clip of the correction f, > 0.
         factor_min: lower clip of the correction f, >= 0, at most ``factor_max``.
         factor_threshold: how much f may change in one step, relative, >= 0.
+        track_weight_norm: whether the frozen ratio follows ``||x||``, which every rank knows exactly and which goes on growing after
+            the freeze; False: ``c_now = c_avg``, as published.
         bias_correction: as in ``OnebitAdam``.
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
@@ -90,6 +95,7 @@ class OnebitLamb(AdamMoments):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
+        track_weight_norm: bool = True,
         bias_correction: bool = True,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
@@ -109,7 +115,8 @@ class OnebitLamb(AdamMoments):
         check_number("factor_max", factor_max, above=0)
         check_number("factor_min", factor_min, least=0, most=factor_max)
         check_number("factor_threshold", factor_threshold, least=0)
-        # per parameter: c_avg, r (the last f) and the coefficient last used; fp64, on the parameters' device
+        check_flag("track_weight_norm", track_weight_norm)
+        # per parameter: c_avg, r (the last f), the coefficient last used and w0 (0: not known); fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
         # by bucket, between the two passes of a step: partial norms, and the result where the momentum is kept unpacked
         self._partials: dict[int, Tensor] = {}
@@ -139,11 +146,12 @@ class OnebitLamb(AdamMoments):
                 "factor_max": factor_max,
                 "factor_min": factor_min,
                 "factor_threshold": factor_threshold,
+                "track_weight_norm": track_weight_norm,
             },
         )
 
     def get_lamb_coeffs(self) -> dict[str, float]:
-        """The coefficients of the last step: c in the warm-up, ``c_avg*f`` in the compressed stage.
+        """The coefficients of the last step: c in the warm-up, ``c_now*f`` in the compressed stage.
 
         Returns:
             A fresh dict, name (or ``"parameter i"``) -> coefficient, of the parameters that have been stepped.
@@ -185,6 +193,8 @@ class OnebitLamb(AdamMoments):
         moved = torch.where(coeffs != 1, beta * average[index] + (1 - beta) * coeffs, average[index])
         average[index] = moved
         self._scalars["last_coeff"][index] = coeffs
+        # an average that has moved belongs to the norm of now (one rank alone steps so after the freeze too)
+        self._scalars["weight_norm"].index_fill_(0, index, 0.0)
 
     # ----- compressed stage -------------------------------------------------------------------------------------------
 
@@ -200,6 +210,7 @@ class OnebitLamb(AdamMoments):
     def _leave_compressed(self) -> None:
         super()._leave_compressed()
         self._flat.pop("fresh", None)
+        self._scalars["weight_norm"].zero_()
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """A new buffer: the old momentum is still needed to recover the averaged gradient."""
@@ -262,10 +273,9 @@ class OnebitLamb(AdamMoments):
         self._partials, self._exchanged = {}, {}
 
     def _corrected_coefficients(self) -> tuple[Tensor, Tensor]:
-        """``(lr * c_avg*f, c_avg*f)`` per slot, fp32 and fp64, from the blocks' partial norms in a fixed order."""
+        """``(lr * c_now*f, c_now*f)`` per slot, fp32 and fp64, from the blocks' partial norms in a fixed order."""
         s = self.settings
-        squares, largest = self._per_slot_partials()
-        up, u = squares[:, 0].sqrt(), squares[:, 1].sqrt()
+        (up, u, norm), largest = self._per_slot_norms()
         factor = torch.where(largest > 0, largest, torch.ones_like(largest))
         k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
         decays = upload([self._group(i)["weight_decay"] > 0 for i in self._slots], self._device)
@@ -278,14 +288,27 @@ class OnebitLamb(AdamMoments):
         )
         active = upload([self._active[i] for i in self._slots], self._device)
         self._scalars["last_factor"][index] = torch.where(active, factor, last)
-        coefficient = self._scalars["coeff_average"][index] * factor
+        ratio = self._scalars["coeff_average"][index]
+        if s["track_weight_norm"]:
+            ratio = self._followed(ratio, norm, index, active)
+        coefficient = ratio * factor
         lr = upload([self._group(i)["lr"] for i in self._slots], self._device, torch.float64)
         return (lr * coefficient).float(), coefficient
 
-    def _per_slot_partials(self) -> tuple[Tensor, Tensor]:
-        """Sums of squares ``(slots, 2)`` and largest ratios ``(slots,)``, fp64, blocks taken in order (deterministic)."""
+    def _followed(self, ratio: Tensor, norm: Tensor, index: Tensor, active: Tensor) -> Tensor:
+        """``c_now`` per slot, from c_avg and ``||x||``; w0 is taken where it is not known yet."""
+        s = self.settings
+        known = self._scalars["weight_norm"][index]
+        first = torch.where(active & (known == 0), norm, known)
+        self._scalars["weight_norm"][index] = first
+        has_norms = (first > 0) & (norm > 0)
+        now = ratio * norm / torch.where(has_norms, first, torch.ones_like(first))
+        return torch.where(has_norms, now.clamp(s["min_coeff"], s["max_coeff"]), ratio)
+
+    def _per_slot_norms(self) -> tuple[tuple[Tensor, ...], Tensor]:
+        """``||up||``, ``||u||``, ``||x||`` and the largest ratios, ``(slots,)``, fp64, blocks taken in order (deterministic)."""
         plan = self._known_plan()
-        rows = torch.zeros((plan.blocks, 3), dtype=torch.float64, device=self._device)
+        rows = torch.zeros((plan.blocks, 4), dtype=torch.float64, device=self._device)
         for bucket in plan.buckets:
             if bucket.index in self._partials:
                 rows[bucket.first_block : bucket.first_block + bucket.blocks] = self._partials[bucket.index].double()
@@ -293,9 +316,9 @@ class OnebitLamb(AdamMoments):
         # blocks lie in reverse parameter order, and padding blocks come last
         used = rows[: sum(counts)]
         lengths = upload(list(reversed(counts)), self._device)
-        sums = torch.segment_reduce(used[:, :2], "sum", lengths=lengths, initial=0.0, unsafe=True)
-        largest = torch.segment_reduce(used[:, 2:], "max", lengths=lengths, initial=0.0, unsafe=True)
-        return sums.flip(0), largest.flip(0)[:, 0]
+        sums = torch.segment_reduce(used, "sum", lengths=lengths, initial=0.0, unsafe=True).flip(0)
+        largest = torch.segment_reduce(used[:, 2:3], "max", lengths=lengths, initial=0.0, unsafe=True).flip(0)
+        return tuple(sums[:, column].sqrt() for column in (0, 1, 3)), largest[:, 0]
 
     def _slot_blocks(self) -> Sequence[int]:
         size = self.options.block_size

@@ -28,7 +28,8 @@ class Lamb:
     Attributes:
         c_avg: moving averages of the trust ratios ``c`` of the warm-up, per tensor.
         r: last scaling factors ``f``, per tensor.
-        coeff: coefficient of the last step, per tensor: ``c`` in the warm-up, ``c_avg * f`` after it.
+        w0: norms of the weights that ``c_avg`` belongs to, per tensor; 0 until a compressed step finds one.
+        coeff: coefficient of the last step, per tensor: ``c`` in the warm-up, ``c_now * f`` after it.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Lamb:
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
+        track_weight_norm: bool = True,
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -59,12 +61,14 @@ class Lamb:
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
+        self.track_weight_norm = track_weight_norm
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
         self.v = [np.zeros(size) for size in sizes]
         self.vfresh = [np.zeros(size) for size in sizes]
         self.c_avg = [0.0] * len(x)  # init: c_avg = 0, r = 1
         self.r = [1.0] * len(x)
+        self.w0 = [0.0] * len(x)
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
         self.k = [0] * len(x)
@@ -138,8 +142,19 @@ class Lamb:
         # f = clip(f, r(1-factor_threshold), r(1+factor_threshold)) ; r = f
         f = float(np.clip(f, self.r[l] * (1 - self.factor_threshold), self.r[l] * (1 + self.factor_threshold)))
         self.r[l] = f
-        self.coeff[l] = self.c_avg[l] * f
-        self.x[l] = x - self.lr * (self.c_avg[l] * f) * u  # x -= lr * (c_avg*f) * u
+        self.coeff[l] = self._c_now(l) * f
+        self.x[l] = x - self.lr * self.coeff[l] * u  # x -= lr * (c_now*f) * u
+
+    def _c_now(self, l: int) -> float:
+        if not self.track_weight_norm:
+            return self.c_avg[l]
+        norm = float(np.linalg.norm(self.x[l]))
+        if self.w0[l] == 0:
+            self.w0[l] = norm  # w0 = ||x|| at the first compressed step that finds it above 0
+        if norm == 0 or self.w0[l] == 0:
+            return self.c_avg[l]
+        # c_now = clip(c_avg * ||x||/w0, min_coeff, max_coeff)
+        return float(np.clip(self.c_avg[l] * norm / self.w0[l], self.min_coeff, self.max_coeff))
 
     def _mhat(self, l: int) -> Array:
         return self.m[l] / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.m[l]
