@@ -107,12 +107,13 @@ class OnebitMixin(_Base):
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
         overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no norm clipping).
         residual_dtype: ``"float32"`` or ``"bfloat16"``.
-        max_coeff: 1-bit LAMB, like the five that follow: see ``OnebitLamb``.
+        max_coeff: 1-bit LAMB, like the six that follow: see ``OnebitLamb``.
         min_coeff: see ``OnebitLamb``.
         coeff_beta: see ``OnebitLamb``.
         factor_max: see ``OnebitLamb``.
         factor_min: see ``OnebitLamb``.
         factor_threshold: see ``OnebitLamb``.
+        track_weight_norm: see ``OnebitLamb``.
         var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.
@@ -173,6 +174,7 @@ class OnebitMixin(_Base):
         factor_max: float | None = None,
         factor_min: float | None = None,
         factor_threshold: float | None = None,
+        track_weight_norm: bool | None = None,
         var_freeze_step: int | None = None,
         var_update_scaler: int | None = None,
         local_step_scaler: int | None = None,
@@ -200,6 +202,7 @@ class OnebitMixin(_Base):
             "factor_max": factor_max,
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
+            "track_weight_norm": track_weight_norm,
             "var_freeze_step": var_freeze_step,
             "var_update_scaler": var_update_scaler,
             "local_step_scaler": local_step_scaler,

@@ -61,6 +61,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "factor_max": (*NUMBER, 0.0, -1.0),
     "factor_min": (*NUMBER, -1.0),
     "factor_threshold": (*NUMBER, -0.1),
+    "track_weight_norm": FLAG,
     "var_update_scaler": COUNT,
     "local_step_scaler": COUNT,
     "local_step_clipper": COUNT,
