@@ -290,16 +290,16 @@ class OnebitLamb(AdamMoments):
         self._scalars["last_factor"][index] = torch.where(active, factor, last)
         ratio = self._scalars["coeff_average"][index]
         if s["track_weight_norm"]:
-            ratio = self._followed(ratio, norm, index, active)
+            ratio = self._followed(ratio, norm, index)
         coefficient = ratio * factor
         lr = upload([self._group(i)["lr"] for i in self._slots], self._device, torch.float64)
         return (lr * coefficient).float(), coefficient
 
-    def _followed(self, ratio: Tensor, norm: Tensor, index: Tensor, active: Tensor) -> Tensor:
-        """``c_now`` per slot, from c_avg and ``||x||``; w0 is taken where it is not known yet."""
+    def _followed(self, ratio: Tensor, norm: Tensor, index: Tensor) -> Tensor:
+        """``c_now`` per slot, from c_avg and ``||x||`` (0 where a parameter sits out); takes w0 where it is not known yet."""
         s = self.settings
         known = self._scalars["weight_norm"][index]
-        first = torch.where(active & (known == 0), norm, known)
+        first = torch.where(known == 0, norm, known)
         self._scalars["weight_norm"][index] = first
         has_norms = (first > 0) & (norm > 0)
         now = ratio * norm / torch.where(has_norms, first, torch.ones_like(first))
