@@ -241,24 +241,30 @@ def test_compress_reads_16_bit_gradients_exactly(kernels: KernelBackend, dtype: 
     assert torch.equal(outs[0][0], outs[1][0]) and same_bits(outs[0][1], outs[1][1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [32, 96, 2048])
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("momentum", ["none", "flat", "packed"])
 def test_16_bit_residuals_are_those_of_fp32_rounded(
-    kernels: KernelBackend, dtype: torch.dtype, block_size: int
+    kernels: KernelBackend, block_size: int, rows: int, momentum: str
 ) -> None:
+    dtype = torch.bfloat16
     device, rng = device_of(kernels), np.random.default_rng(5)
-    bucket = bucket_of([7, 4097], block_size, device, world=2)
-    held = torch.from_numpy(random_flat(rng, bucket)).to(device, dtype)
-    g = torch.from_numpy(random_flat(rng, bucket)).to(device)
-    g[: 3 if block_size > 32 else 1] = torch.inf  # a broken gradient breaks its block in either form
-    b = torch.full((bucket.blocks,), 0.5, device=device)
-    sent, halves = (Packed.empty(2, bucket.blocks // 2, block_size, device=device) for _ in range(2))
+    bucket = bucket_of([7, 4097], block_size, device, world=rows)
+    held, g, flat = (torch.from_numpy(random_flat(rng, bucket)).to(device) for _ in range(3))
+    held = held.to(dtype)
+    g[:3] = torch.inf  # a broken gradient breaks its block in either form
+    a, b = (torch.full((bucket.blocks,), factor, device=device) for factor in (0.9, 0.5))
+    count = bucket.blocks // rows
+    m: Tensor | Packed | None = flat if momentum == "flat" else None
+    if momentum == "packed":
+        m = Packed.empty(rows, count, block_size, device=device)
+        kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=b, g=flat, e=torch.zeros_like(flat), out=m)
+    sent, halves = (Packed.empty(rows, count, block_size, device=device) for _ in range(2))
     whole, half = held.float(), held.clone()
     for e, out in ((whole, sent), (half, halves)):
-        kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=b, g=g, e=e, out=out)
+        kernels.compress(bucket, 0, bucket.blocks, a=None if m is None else a, m=m, b=b, g=g, e=e, out=out)
     assert same_bits(sent.raw, halves.raw) and same_bits_or_nan(half, whole.to(dtype))
 
-    count = bucket.blocks // 2
     whole, half = held[: count * block_size].float(), held[: count * block_size].clone()
     replies = []
     for d in (whole, half):

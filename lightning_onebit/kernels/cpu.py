@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 4
+ABI = 5
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -262,8 +262,8 @@ def _address(tensor: Tensor, name: str, numel: int, dtype: torch.dtype = torch.f
 
 
 def _residual(tensor: Tensor, name: str, numel: int) -> tuple[int, int]:
-    """Address and code of residuals: fp32 or, in half the memory, bf16 or fp16."""
-    dtype = tensor.dtype if tensor.dtype in _DTYPES else torch.float32
+    """Address and code of residuals: fp32 or, in half the memory, bf16."""
+    dtype = torch.bfloat16 if tensor.dtype is torch.bfloat16 else torch.float32
     return _address(tensor, name, numel, dtype), _DTYPES[dtype]
 
 

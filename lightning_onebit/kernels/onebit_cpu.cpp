@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 4;
+constexpr int kAbi = 5;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -61,21 +61,24 @@ constexpr int kNative = 4;
 #endif
 
 template <int N> struct Vec;
-template <> struct Vec<1> { using F = float; using U = uint32_t; using I = int32_t; };
+template <> struct Vec<1> { using F = float; using U = uint32_t; using I = int32_t; using H = uint16_t; };
 template <> struct Vec<4> {
   typedef float F __attribute__((vector_size(16)));
   typedef uint32_t U __attribute__((vector_size(16)));
   typedef int32_t I __attribute__((vector_size(16)));
+  typedef uint16_t H __attribute__((vector_size(8)));
 };
 template <> struct Vec<8> {
   typedef float F __attribute__((vector_size(32)));
   typedef uint32_t U __attribute__((vector_size(32)));
   typedef int32_t I __attribute__((vector_size(32)));
+  typedef uint16_t H __attribute__((vector_size(16)));
 };
 template <> struct Vec<16> {
   typedef float F __attribute__((vector_size(64)));
   typedef uint32_t U __attribute__((vector_size(64)));
   typedef int32_t I __attribute__((vector_size(64)));
+  typedef uint16_t H __attribute__((vector_size(32)));
 };
 template <int N> using F = typename Vec<N>::F;
 template <int N> using U = typename Vec<N>::U;
@@ -179,6 +182,28 @@ INLINE uint16_t float_to_bfloat(float x) {  // round to nearest, ties to even
   uint32_t u = bits_as<uint32_t>(x);
   if ((u & ~kSign) > 0x7f800000u) return 0x7fc0;
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
+}
+
+struct Bfloat {  // a residual's element that is kept in 16 bits
+  uint16_t bits;
+};
+
+template <int N> INLINE F<N> load(const Bfloat* p) {
+  typename Vec<N>::H half;
+  std::memcpy(&half, p, sizeof half);
+  if constexpr (N == 1) return bfloat_to_float(half);
+  else return bits_as<F<N>>(static_cast<U<N>>(__builtin_convertvector(half, U<N>) << 16));
+}
+
+template <int N> INLINE void store(Bfloat* p, F<N> x) {
+  if constexpr (N == 1) {
+    p->bits = float_to_bfloat(x);
+  } else {
+    const U<N> u = bits_as<U<N>>(x), nan = mask<N>(x != x);
+    const U<N> rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+    const auto half = __builtin_convertvector(static_cast<U<N>>((rounded & ~nan) | (nan & 0x7fc0u)), typename Vec<N>::H);
+    std::memcpy(p, &half, sizeof half);
+  }
 }
 
 void to_float(const void* from, uint8_t dtype, int64_t count, float* to) {
@@ -520,18 +545,21 @@ template <int N> INLINE F<N> residual_of(F<N> y, F<N> scale) {  // y - (+-scale)
   return y - bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(scale) | (bits_as<U<N>>(y) & kSign)));
 }
 
-// Bits, scale and residual of the block that `maker` makes. `y` is the memory of its residual: read by the maker, overwritten
-// with y, and then, while that is still in the cache, with the residual.
+// Bits, scale and residual of the block that `maker` makes. y goes through the memory of an fp32 residual: read by the maker,
+// overwritten with y, and then, while that is still in the cache, with the residual. A 16-bit residual has no room for y, which goes
+// through `staged` then.
 //
 // (Tried and slower on Zen 5, by 5 to 40 percent: merging the second pass into the next block's first one, postponing it behind
 // that, a buffer for y, and prefetching the next block meanwhile. All disturb the hardware's own prefetching.)
-template <class Maker>
-INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, float* y, Block out, float* acc) {
+template <class Maker, class E>
+INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* residual, float* staged, Block out, float* acc) {
   const int64_t lanes = block_size / kPlanes;
+  float* y = staged;
+  if constexpr (std::is_same_v<E, float>) y = residual;
   if (length <= 0) {
     *out.scale = 0.0f;
     std::memset(out.words, 0, lanes * 4);
-    std::memset(y, 0, block_size * 4);
+    std::memset(residual, 0, block_size * sizeof(E));
     return;
   }
   const int planes = static_cast<int>((length + lanes - 1) / lanes);
@@ -546,41 +574,27 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, flo
   const F<kNative> wide = splat<kNative>(scale);
   int64_t i = 0;
 #pragma GCC unroll 4
-  for (; i + kNative <= length; i += kNative) store<kNative>(y + i, residual_of<kNative>(load<kNative>(y + i), wide));
-  for (; i < length; ++i) y[i] = residual_of<1>(y[i], scale);
+  for (; i + kNative <= length; i += kNative) store<kNative>(residual + i, residual_of<kNative>(load<kNative>(y + i), wide));
+  for (; i < length; ++i) store<1>(residual + i, residual_of<1>(y[i], scale));
+  if (!std::is_same_v<E, float>) std::memset(residual + length, 0, (block_size - length) * sizeof(E));
 }
-
-// The fp32 residual of a block: where it lies, or widened in `staged` where it is kept in 16 bits.
-struct Residual {
-  void* data;  // of all blocks
-  uint8_t dtype;
-
-  INLINE float* open(int64_t block, int64_t size, float* staged) const {
-    char* at = static_cast<char*>(data) + block * size * item_size(dtype);
-    if (dtype == kFloat32) return reinterpret_cast<float*>(at);
-    to_float(at, dtype, size, staged);
-    return staged;
-  }
-  INLINE void close(int64_t block, int64_t size, const float* y) const {
-    if (dtype != kFloat32) from_float(y, size, dtype, static_cast<char*>(data) + block * size * item_size(dtype));
-  }
-};
 
 // ----- compress ---------------------------------------------------------------------------------------------------------
 
 enum class Momentum { kNone, kFlat, kPacked };
 
 // y = ((a*m) + (b*g)) + e ; a missing term is +0.0
-template <Momentum M, bool G> struct Worker {
+template <Momentum M, bool G, class E> struct Worker {
   float a, b;
   const float* m;
   const uint32_t* m_words;
   float m_scale;
   const float* g;
-  const float* e;
+  const E* e;
 
   template <int N, int R> struct Tile {
-    const float *m, *g, *e;
+    const float *m, *g;
+    const E* e;
     F<N> a, b;  // a: its product with the scale where m is packed, since a * -s == -(a * s)
     Signs<N> old[R];
     INLINE Tile(const Worker& w, int64_t lane) : m(w.m), g(w.g), e(w.e), a(splat<N>(w.a)), b(splat<N>(w.b)) {
@@ -609,20 +623,20 @@ struct CompressArgs {
   const float* b;
   const float* g;
   Spans spans;
-  Residual e;
+  void* e;
   Payload out;
 };
 
-template <Momentum M, bool G> void compress(int threads, const CompressArgs& x) {
+template <Momentum M, bool G, class E> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), widened(x.e.dtype != kFloat32 ? size : 0);
+    Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(std::is_same_v<E, float> ? 0 : size);
     SpanCursor cursor(x.spans, size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t length = x.lengths[block];
       prefetch_words<true>(x.out, block, lanes);
-      Worker<M, G> worker{};
-      float* const e = x.e.open(block, size, widened);
+      Worker<M, G, E> worker{};
+      E* const e = static_cast<E*>(x.e) + block * size;
       worker.e = e;
       if (M != Momentum::kNone) worker.a = x.a[block];
       if (M == Momentum::kFlat) worker.m = x.m + block * size;
@@ -640,8 +654,7 @@ template <Momentum M, bool G> void compress(int threads, const CompressArgs& x) 
           worker.g = whole_block(cursor.at(block), size, staged);
         }
       }
-      quantize(worker, size, length, e, block_of(x.out, block, lanes), acc);
-      x.e.close(block, size, e);
+      quantize(worker, size, length, e, y, block_of(x.out, block, lanes), acc);
     }
   });
 }
@@ -649,15 +662,15 @@ template <Momentum M, bool G> void compress(int threads, const CompressArgs& x) 
 // ----- reduce -----------------------------------------------------------------------------------------------------------
 
 // z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number, whose words do not fit the registers
-template <int Rows> struct Server {
+template <int Rows, class E> struct Server {
   int rows;
   const float* scales;
   const uint32_t* const* words;
   float inv_n;
-  const float* d;
+  const E* d;
 
   template <int N, int R> struct Tile {
-    const float* d;
+    const E* d;
     F<N> inv_n, scale[Rows];
     Signs<N> signs[Rows][R];
     INLINE Tile(const Server& s, int64_t lane) : d(s.d), inv_n(splat<N>(s.inv_n)) {
@@ -674,12 +687,12 @@ template <int Rows> struct Server {
   };
 };
 
-template <> struct Server<0> {
+template <class E> struct Server<0, E> {
   int rows;
   const float* scales;
   const uint32_t* const* words;
   float inv_n;
-  const float* d;
+  const E* d;
 
   template <int N, int R> struct Tile {
     const Server& s;
@@ -699,12 +712,12 @@ template <> struct Server<0> {
   };
 };
 
-template <int Rows>
-void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, const Residual& d,
-            const Payload& out, float inv_n) {
+template <int Rows, class E>
+void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, E* d, const Payload& out,
+            float inv_n) {
   const int64_t lanes = size / kPlanes;
   parallel(threads, received.per_row, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), scales(rows), widened(d.dtype != kFloat32 ? size : 0);
+    Scratch acc(lanes), scales(rows), y(std::is_same_v<E, float> ? 0 : size);
     std::vector<const uint32_t*> words(rows);
     for (int64_t block = first; block < last; ++block) {
       for (int row = 0; row < rows; ++row) {
@@ -713,10 +726,9 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
         scales[row] = *in.scale;
         words[row] = in.words;
       }
-      float* const residual = d.open(block, size, widened);
-      const Server<Rows> server{rows, scales, words.data(), inv_n, residual};
-      quantize(server, size, lengths[block], residual, block_of(out, block, lanes), acc);
-      d.close(block, size, residual);
+      E* const residual = d + block * size;
+      const Server<Rows, E> server{rows, scales, words.data(), inv_n, residual};
+      quantize(server, size, lengths[block], residual, y, block_of(out, block, lanes), acc);
     }
   });
 }
@@ -1123,34 +1135,44 @@ EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel
 }
 
 // m: flat (m), packed (m_raw) or neither; g: flat (g), spans (span_data) or neither.
+template <Momentum M> void compress(int threads, const CompressArgs& x, int e_dtype) {
+  const bool gradient = x.g != nullptr || x.spans.data != nullptr;
+  if (e_dtype == kBfloat16)
+    gradient ? compress<M, true, Bfloat>(threads, x) : compress<M, false, Bfloat>(threads, x);
+  else
+    gradient ? compress<M, true, float>(threads, x) : compress<M, false, float>(threads, x);
+}
+
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
                             void* const* span_data, const uint8_t* span_dtype, void* e, int e_dtype, uint8_t* out_raw,
                             int64_t out_stride, int64_t out_per_row) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
-                       {spans, span_block, span_numel, span_data, span_dtype}, {e, static_cast<uint8_t>(e_dtype)}, {out_raw, out_stride, out_per_row}};
-  const bool gradient = g != nullptr || span_data != nullptr;
-  if (m != nullptr)
-    gradient ? compress<Momentum::kFlat, true>(threads, x) : compress<Momentum::kFlat, false>(threads, x);
-  else if (m_raw != nullptr)
-    gradient ? compress<Momentum::kPacked, true>(threads, x) : compress<Momentum::kPacked, false>(threads, x);
-  else
-    gradient ? compress<Momentum::kNone, true>(threads, x) : compress<Momentum::kNone, false>(threads, x);
+                       {spans, span_block, span_numel, span_data, span_dtype}, e, {out_raw, out_stride, out_per_row}};
+  if (m != nullptr) return compress<Momentum::kFlat>(threads, x, e_dtype);
+  if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, e_dtype);
+  compress<Momentum::kNone>(threads, x, e_dtype);
+}
+
+template <class E>
+void reduce_rows(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, void* residual,
+                 const Payload& out, float inv_n) {
+  E* const d = static_cast<E*>(residual);
+  switch (rows) {
+    case 1: return reduce<1>(threads, size, rows, received, lengths, d, out, inv_n);
+    case 2: return reduce<2>(threads, size, rows, received, lengths, d, out, inv_n);
+    case 3: return reduce<3>(threads, size, rows, received, lengths, d, out, inv_n);
+    case 4: return reduce<4>(threads, size, rows, received, lengths, d, out, inv_n);
+    default: return reduce<0>(threads, size, rows, received, lengths, d, out, inv_n);
+  }
 }
 
 EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
-                          const int32_t* lengths, void* residual, int residual_dtype, uint8_t* out_raw, int64_t out_stride,
-                          float inv_n) {
+                          const int32_t* lengths, void* d, int d_dtype, uint8_t* out_raw, int64_t out_stride, float inv_n) {
   const Payload received{in_raw, in_stride, per_row}, out{out_raw, out_stride, per_row};
-  const Residual d{residual, static_cast<uint8_t>(residual_dtype)};
-  switch (rows) {
-    case 1: return reduce<1>(threads, block_size, rows, received, lengths, d, out, inv_n);
-    case 2: return reduce<2>(threads, block_size, rows, received, lengths, d, out, inv_n);
-    case 3: return reduce<3>(threads, block_size, rows, received, lengths, d, out, inv_n);
-    case 4: return reduce<4>(threads, block_size, rows, received, lengths, d, out, inv_n);
-    default: return reduce<0>(threads, block_size, rows, received, lengths, d, out, inv_n);
-  }
+  if (d_dtype == kBfloat16) reduce_rows<Bfloat>(threads, block_size, rows, received, lengths, d, out, inv_n);
+  else reduce_rows<float>(threads, block_size, rows, received, lengths, d, out, inv_n);
 }
 
 EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8_t* raw, int64_t stride, int64_t per_row,

@@ -205,7 +205,7 @@ class ReferenceKernels:
             b: fp32 ``(hi - lo,)`` factor of ``g`` per block (None with ``g=None``).
             g: gradient: fp32 flat of the range, or span tensors of the whole bucket (``lo, hi`` must then be all of
                 it), or None (+0.0).
-            e: flat of the range, worker residual, fp32 or 16 bits; read and overwritten (rounded to its dtype).
+            e: flat of the range, worker residual, fp32 or bf16; read and overwritten (rounded to its dtype).
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
         """
         bs = bucket.block_size
@@ -234,7 +234,7 @@ class ReferenceKernels:
         Args:
             received: one row per worker, all of the same chunk.
             lengths: int32 ``(blocks_per_row,)`` valid lengths of the chunk's blocks.
-            d: flat ``(blocks_per_row * block_size,)`` server residual, fp32 or 16 bits; read and overwritten.
+            d: flat ``(blocks_per_row * block_size,)`` server residual, fp32 or bf16; read and overwritten.
             out: one row.
             inv_n: ``1 / n``, rounded to fp32.
         """
