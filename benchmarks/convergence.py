@@ -542,6 +542,7 @@ DIGITS_SEEDS = tuple(range(8))  # runs of seconds; the loss of 450 images varies
 DEFAULT_FLOOR = 0.1
 HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
+FROZEN_RATIOS: Options = (("track_weight_norm", False),)  # 1-bit LAMB as published
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
 
 
@@ -583,11 +584,13 @@ def studies() -> dict[str, list[Chain]]:
             digits("binsgdm", options=published(0.7), start=6),
         ],
         "lamb": [
-            Chain("large_batch", "lamb", 1, RECIPE, start=10),
-            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10),
-            # with the default, 10: its smallest loss is a little lower, and it stops training at the next lr
             Chain("large_batch", "lamb", start=10),
-            Chain("large_batch", "onebit_lamb", 4, start=10, seeds=(0,)),
+            Chain("large_batch", "onebit_lamb", 4, start=9, also=((4, True, (0,)),)),
+            Chain("large_batch", "lamb", 1, RECIPE, start=10),
+            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=((2, True, (0,)), sixteen, (64, False, (0,)))),
+            # as published; with the default max_coeff, 10, it stops training at the lr after its best
+            Chain("large_batch", "onebit_lamb", 4, (*RECIPE, *FROZEN_RATIOS), start=10),
+            Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0,)),
         ],
         "digits": [
             digits("adamw", 1),
@@ -595,6 +598,7 @@ def studies() -> dict[str, list[Chain]]:
             digits("zero_one_adam"),
             digits("lamb", 1),
             digits("onebit_lamb"),
+            digits("onebit_lamb", options=FROZEN_RATIOS),
             digits("sgd", 1, 16),
             digits("binsgdm", start=10, options=mean),
             digits("binsgdm"),

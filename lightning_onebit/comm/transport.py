@@ -171,7 +171,7 @@ class Transport:
             link: ``"inter"`` or ``"intra"``, for the ledger.
         """
         ranks = inp.shape[0]
-        self.ledger.sent(peer_bytes(ranks, inp[0].numel() * inp.element_size()), link=link)
+        self.ledger.sent(peer_bytes(ranks, inp.numel() // ranks * inp.element_size()), link=link)
         if group is None:
             out.copy_(inp)
             return Pending(None, what, self)
