@@ -78,8 +78,8 @@ def local(threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks
     candidates["copy of the gradient"] = lambda: copies[0].copy_(copies[1])
     variants: dict[str, dict[str, Any]] = {
         "onebit step": {},
-        "the same, no skips": {"max_consecutive_skips": 0},
-        "the same, no skips, bf16 residuals": {"max_consecutive_skips": 0, "residual_dtype": "bfloat16"},
+        "onebit, no skips": {"max_consecutive_skips": 0},
+        "onebit, no skips, bf16 residuals": {"max_consecutive_skips": 0, "residual_dtype": "bfloat16"},
     }
     for size in bucket_mb:
         for name, options in variants.items():
