@@ -587,7 +587,9 @@ def studies() -> dict[str, list[Chain]]:
             Chain("large_batch", "lamb", start=10),
             Chain("large_batch", "onebit_lamb", 4, start=9, also=((4, True, (0,)),)),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
-            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=((2, True, (0,)), sixteen, (64, False, (0,)))),
+            Chain(
+                "large_batch", "onebit_lamb", 4, RECIPE, start=10, also=((2, True, (0,)), sixteen, (64, False, (0,)))
+            ),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
             Chain("large_batch", "onebit_lamb", 4, (*RECIPE, *FROZEN_RATIOS), start=10),
             Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0,)),

@@ -9,15 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor's elements fill one contiguous piece of memory, each once, in any stride order."""
-    expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+from lightning_onebit.kernels.common import is_dense
 
 
 def memory_order(tensor: Tensor) -> Tensor:

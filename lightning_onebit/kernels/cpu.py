@@ -28,14 +28,14 @@ import time
 import weakref
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, SpanLike, Spans
+from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans
+from lightning_onebit.kernels.common import CheckMap, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
@@ -344,56 +344,7 @@ class _SpanTable:
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
-        _increment_versions(self._in_place)
-
-
-def _counts_many() -> bool:
-    """Whether this torch takes many tensors in one call (2.6 and later)."""
-    try:
-        torch.autograd.graph.increment_version([])
-    except TypeError:
-        return False
-    return True
-
-
-_COUNTS_MANY = _counts_many()
-
-
-def _increment_versions(tensors: Sequence[Tensor]) -> None:
-    if _COUNTS_MANY:
-        torch.autograd.graph.increment_version(tensors)
-        return
-    for tensor in tensors:
-        torch.autograd.graph.increment_version(tensor)
-
-
-def _in_memory_order(tensor: Tensor) -> bool:
-    """Whether the elements fill one piece of memory, each once, in any stride order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-@dataclass(frozen=True)
-class _CheckMap:
-    """A block map without spans."""
-
-    block_size: int
-    lengths: Tensor
-    spans: tuple[SpanLike, ...] = ()
-
-    @property
-    def blocks(self) -> int:
-        return self.lengths.numel()
-
-    @property
-    def elements(self) -> int:
-        return self.blocks * self.block_size
+        increment_versions(self._in_place)
 
 
 class CpuKernels(ReferenceKernels):
@@ -420,7 +371,7 @@ class CpuKernels(ReferenceKernels):
         size, generator = 2048, torch.Generator().manual_seed(1)
         lengths = torch.tensor([size, size - 37, 0], dtype=torch.int32)
         data = torch.randn(5, 3 * size, generator=generator)
-        bucket = _CheckMap(size, lengths)
+        bucket = CheckMap(size, lengths)
         results = []
         for kernels in (ReferenceKernels(), self):
             e, d = data[0].clone(), data[1].clone()
@@ -474,7 +425,7 @@ class CpuKernels(ReferenceKernels):
             if code is None:
                 others.append(tensor)
                 continue
-            if not _in_memory_order(tensor):
+            if not is_dense(tensor):
                 tensor = tensor.detach().contiguous()
                 keep.append(tensor)
             numels.append(tensor.numel())

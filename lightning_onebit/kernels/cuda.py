@@ -13,7 +13,6 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_onebit.kernels import BlockMap, KernelsUnavailable, SpanLike, Spans
+from lightning_onebit.kernels import BlockMap, KernelsUnavailable, Spans
+from lightning_onebit.kernels.common import CheckMap, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
@@ -220,7 +220,7 @@ class _Bound:
             raise ValueError(f"{name} must have one entry per span, {layout.count}, got {len(spans)}")
         self.addresses: list[int] = []
         self.codes: list[int] = []
-        self._tensors: list[Tensor] = []
+        self._written: list[Tensor] = []  # those that autograd counts
         self._copies: list[tuple[Tensor, Tensor]] = []
         # addresses of block -> span and of the table on the device; this object must outlive the launch, since it holds the copies
         self.tables: tuple[int, int] = (0, 0)
@@ -239,8 +239,8 @@ class _Bound:
                 copy = tensor.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
                 self._copies.append((tensor, copy))
                 tensor, code = copy, 0
-            else:
-                self._tensors.append(tensor)
+            elif not tensor.is_inference():
+                self._written.append(tensor)
             self.addresses.append(tensor.data_ptr())
             self.codes.append(code)
 
@@ -255,38 +255,7 @@ class _Bound:
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
-        for tensor in self._tensors:
-            if not tensor.is_inference():
-                torch.autograd.graph.increment_version(tensor)
-
-
-@dataclass(frozen=True)
-class _CheckMap:
-    """A block map without spans."""
-
-    block_size: int
-    lengths: Tensor
-    spans: tuple[SpanLike, ...] = ()
-
-    @property
-    def blocks(self) -> int:
-        return self.lengths.numel()
-
-    @property
-    def elements(self) -> int:
-        return self.blocks * self.block_size
-
-
-def _in_memory_order(tensor: Tensor) -> bool:
-    """Whether the elements fill one piece of memory, each once, in any stride order."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+        increment_versions(self._written)
 
 
 class CudaKernels(ReferenceKernels):
@@ -321,7 +290,7 @@ class CudaKernels(ReferenceKernels):
         results = []
         for kernels, device in ((ReferenceKernels(), "cpu"), (self, self._runtime.device_type)):
             on = torch.device(device)
-            bucket = _CheckMap(size, lengths.to(on))
+            bucket = CheckMap(size, lengths.to(on))
             e, d, m, g, factors = (row.to(on, copy=True) for row in data)
             factors = factors[:3].abs()
             sent, reply = Packed.empty(1, 3, size, device=on), Packed.empty(1, 3, size, device=on)
@@ -451,7 +420,7 @@ class CudaKernels(ReferenceKernels):
             if tensor.dtype not in _DTYPES:
                 others.append(tensor.detach())
             elif tensor.numel():
-                ours.append(tensor if _in_memory_order(tensor) else tensor.detach().contiguous())
+                ours.append(tensor if is_dense(tensor) else tensor.detach().contiguous())
         result = self._stats(ours) if ours else None
         if others:
             # no decision on values, hence no waiting for the device

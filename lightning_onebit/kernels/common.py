@@ -1,0 +1,65 @@
+"""What the compiled backends have in common: facts about tensors in memory, and a small block map for their self-tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_onebit.kernels import SpanLike
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor's elements fill one contiguous piece of memory, each once, in any stride order."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted((st, si) for st, si in zip(tensor.stride(), tensor.shape, strict=True) if si > 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _counts_many() -> bool:
+    """Whether this torch takes many tensors in one call (2.6 and later)."""
+    try:
+        torch.autograd.graph.increment_version([])
+    except TypeError:
+        return False
+    return True
+
+
+_COUNTS_MANY = _counts_many()
+
+
+def increment_versions(tensors: Sequence[Tensor]) -> None:
+    """Tells autograd's check of in-place changes that a kernel has written to these tensors (made outside of inference mode)."""
+    if _COUNTS_MANY:
+        torch.autograd.graph.increment_version(tensors)
+        return
+    for tensor in tensors:
+        torch.autograd.graph.increment_version(tensor)
+
+
+@dataclass(frozen=True)
+class CheckMap:
+    """A block map without spans (see ``BlockMap``), on which a backend compares itself with the reference before its first use."""
+
+    block_size: int
+    lengths: Tensor
+    spans: tuple[SpanLike, ...] = ()
+
+    @property
+    def blocks(self) -> int:
+        """Blocks, empty ones included."""
+        return self.lengths.numel()
+
+    @property
+    def elements(self) -> int:
+        """``blocks * block_size``."""
+        return self.blocks * self.block_size
