@@ -34,8 +34,8 @@ class OnebitLamb(AdamMoments):
         m = exchange(b1 m + (1-b1) g_i) ;  ghat = (m - b1 m_old)/(1-b1) ;  vfresh = b2 vfresh + (1-b2) ghat^2
         f = max_j D_j / Dfresh_j ;  k = min(1, ||up||/||u||) ;  f = f*k + (1-k)  (if wd > 0)
         f = clip(clip(f, factor_min, factor_max), r(1-factor_threshold), r(1+factor_threshold)) ;  r = f
-        c_now = clip(c_avg * ||x||/w0, min_coeff, max_coeff)  (c_avg where a norm is 0)
-        x -= lr * c_now*f * u ,  up = mhat/D ,  u = up + wd*x
+        c = clip(c_avg*f * ||x||/w0, min_coeff, max_coeff)  (c_avg*f where a norm is 0)
+        x -= lr * c * u ,  up = mhat/D ,  u = up + wd*x
 
     ``w0`` is ``||x||`` at the first compressed step that finds it above 0.
 
@@ -55,7 +55,7 @@ class OnebitLamb(AdamMoments):
         factor_min: lower clip of the correction f, >= 0, at most ``factor_max``.
         factor_threshold: how much f may change in one step, relative, >= 0.
         track_weight_norm: whether the frozen ratio follows ``||x||``, which every rank knows exactly and which goes on growing after
-            the freeze; False: ``c_now = c_avg``, as published.
+            the freeze; False: ``c = c_avg*f``, as published.
         bias_correction: as in ``OnebitAdam``.
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
@@ -151,7 +151,7 @@ class OnebitLamb(AdamMoments):
         )
 
     def get_lamb_coeffs(self) -> dict[str, float]:
-        """The coefficients of the last step: c in the warm-up, ``c_now*f`` in the compressed stage.
+        """The coefficients c of the last step.
 
         Returns:
             A fresh dict, name (or ``"parameter i"``) -> coefficient, of the parameters that have been stepped.
@@ -273,7 +273,7 @@ class OnebitLamb(AdamMoments):
         self._partials, self._exchanged = {}, {}
 
     def _corrected_coefficients(self) -> tuple[Tensor, Tensor]:
-        """``(lr * c_now*f, c_now*f)`` per slot, fp32 and fp64, from the blocks' partial norms in a fixed order."""
+        """``(lr * c, c)`` per slot, fp32 and fp64, from the blocks' partial norms in a fixed order."""
         s = self.settings
         (up, u, norm), largest = self._per_slot_norms()
         factor = torch.where(largest > 0, largest, torch.ones_like(largest))
@@ -288,22 +288,21 @@ class OnebitLamb(AdamMoments):
         )
         active = upload([self._active[i] for i in self._slots], self._device)
         self._scalars["last_factor"][index] = torch.where(active, factor, last)
-        ratio = self._scalars["coeff_average"][index]
+        coefficient = self._scalars["coeff_average"][index] * factor
         if s["track_weight_norm"]:
-            ratio = self._followed(ratio, norm, index)
-        coefficient = ratio * factor
+            coefficient = self._followed(coefficient, norm, index)
         lr = upload([self._group(i)["lr"] for i in self._slots], self._device, torch.float64)
         return (lr * coefficient).float(), coefficient
 
-    def _followed(self, ratio: Tensor, norm: Tensor, index: Tensor) -> Tensor:
-        """``c_now`` per slot, from c_avg and ``||x||`` (0 where a parameter sits out); takes w0 where it is not known yet."""
+    def _followed(self, frozen: Tensor, norm: Tensor, index: Tensor) -> Tensor:
+        """Coefficients per slot, from ``c_avg*f`` and ``||x||`` (0 where a parameter sits out); takes w0 where it is not known yet."""
         s = self.settings
         known = self._scalars["weight_norm"][index]
         first = torch.where(known == 0, norm, known)
         self._scalars["weight_norm"][index] = first
         has_norms = (first > 0) & (norm > 0)
-        now = ratio * norm / torch.where(has_norms, first, torch.ones_like(first))
-        return torch.where(has_norms, now.clamp(s["min_coeff"], s["max_coeff"]), ratio)
+        now = frozen * norm / torch.where(has_norms, first, torch.ones_like(first))
+        return torch.where(has_norms, now.clamp(s["min_coeff"], s["max_coeff"]), frozen)
 
     def _per_slot_norms(self) -> tuple[tuple[Tensor, ...], Tensor]:
         """``||up||``, ``||u||``, ``||x||`` and the largest ratios, ``(slots,)``, fp64, blocks taken in order (deterministic)."""

@@ -29,7 +29,7 @@ class Lamb:
         c_avg: moving averages of the trust ratios ``c`` of the warm-up, per tensor.
         r: last scaling factors ``f``, per tensor.
         w0: norms of the weights that ``c_avg`` belongs to, per tensor; 0 until a compressed step finds one.
-        coeff: coefficient of the last step, per tensor: ``c`` in the warm-up, ``c_now * f`` after it.
+        coeff: coefficient c of the last step, per tensor.
     """
 
     def __init__(
@@ -142,19 +142,19 @@ class Lamb:
         # f = clip(f, r(1-factor_threshold), r(1+factor_threshold)) ; r = f
         f = float(np.clip(f, self.r[l] * (1 - self.factor_threshold), self.r[l] * (1 + self.factor_threshold)))
         self.r[l] = f
-        self.coeff[l] = self._c_now(l) * f
-        self.x[l] = x - self.lr * self.coeff[l] * u  # x -= lr * (c_now*f) * u
+        self.coeff[l] = self._followed(l, self.c_avg[l] * f)
+        self.x[l] = x - self.lr * self.coeff[l] * u  # x -= lr * c * u
 
-    def _c_now(self, l: int) -> float:
+    def _followed(self, l: int, frozen: float) -> float:
         if not self.track_weight_norm:
-            return self.c_avg[l]
+            return frozen
         norm = float(np.linalg.norm(self.x[l]))
         if self.w0[l] == 0:
             self.w0[l] = norm  # w0 = ||x|| at the first compressed step that finds it above 0
         if norm == 0 or self.w0[l] == 0:
-            return self.c_avg[l]
-        # c_now = clip(c_avg * ||x||/w0, min_coeff, max_coeff)
-        return float(np.clip(self.c_avg[l] * norm / self.w0[l], self.min_coeff, self.max_coeff))
+            return frozen
+        # c = clip(c_avg*f * ||x||/w0, min_coeff, max_coeff)
+        return float(np.clip(frozen * norm / self.w0[l], self.min_coeff, self.max_coeff))
 
     def _mhat(self, l: int) -> Array:
         return self.m[l] / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.m[l]
