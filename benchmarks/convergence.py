@@ -831,13 +831,18 @@ def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import NullFormatter
 
     plain = [row for row in rows if _in_main_table(row)]
-    names = [name for name in TASKS if any(row.world[0] == name for row in plain)]
+    # the tables have every option; curves of more than a few would hide each other
+    shown = [row for row in plain if {name for name, _ in row.world[2]} <= {"max_coeff", "server", "track_weight_norm"}]
+    names = [name for name in TASKS if any(row.world[0] == name for row in shown)]
     figure, axes = plt.subplots(2, len(names), figsize=(4.6 * len(names), 7.6), squeeze=False)
-    colours = {label: f"C{i % 10}" for i, label in enumerate(sorted({row.label for row in plain}))}
+    palette = plt.get_cmap("tab20").colors  # strong colours first, then the pale ones
+    palette = (*palette[::2], *palette[1::2])
+    colours = {label: palette[i % 20] for i, label in enumerate(sorted({row.label for row in shown}))}
     for (above, below), name in zip(axes.T, names, strict=True):
-        for row in plain:
+        for row in shown:
             if row.world[0] != name or row.world[3] not in (1, 4) or row.world[4]:
                 continue
             curves = [dict(map(tuple, run["curve"])) for run in row.runs if run["curve"]]
@@ -856,7 +861,8 @@ def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
             below.plot(*zip(*tried, strict=True), style, marker=".", color=colours[row.label], label=row.label)
         above.set(title=f"{name}: validation loss (part), best lr, 4 workers", xlabel="step", yscale="log")
         below.set(title=f"{name}: final loss by peak lr, seed 0", xlabel="lr", xscale="log", yscale="log")
-        above.legend(fontsize=6)
+        above.legend(fontsize=7, loc="upper right")
+        below.xaxis.set_minor_formatter(NullFormatter())
     figure.tight_layout()
     figure.savefig(RESULTS / "convergence_curves.png", dpi=110)
     plt.close(figure)
