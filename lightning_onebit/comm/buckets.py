@@ -86,15 +86,6 @@ class Bucket:
         return tuple(dict.fromkeys(span.param for span in self.spans))
 
     @cached_property
-    def block_member(self) -> Tensor:
-        """int64 ``(blocks,)``: position in ``members`` of the parameter that owns each block (0 for padding blocks)."""
-        position = {param: k for k, param in enumerate(self.members)}
-        owner = torch.zeros(self.blocks, dtype=torch.int64)
-        for span in self.spans:
-            owner[span.block : span.block + span.blocks(self.block_size)] = position[span.param]
-        return owner.to(self.device)
-
-    @cached_property
     def params(self) -> frozenset[int]:
         """Parameters with elements in this bucket."""
         return frozenset(span.param for span in self.spans)

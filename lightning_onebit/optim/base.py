@@ -698,7 +698,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._protected = {
             b.index: _Protected(self, b, active) for b in buckets if not all(active[s] for s in b.params)
         }
-        self._lookups = _Lookups()
+        self._lookups, self._arrived = _Lookups(), []
         for bucket in buckets:
             self._look_up(bucket)
         self._begin_exchange()
