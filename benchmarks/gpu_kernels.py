@@ -241,7 +241,7 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
     valid = int(b.lengths.sum())
     flats = [torch.randn(elements, device=model.device) for _ in range(5)]
     size, fresh = flats[1].abs_(), flats[4].abs_()
-    x, g, (a, o, decay, alpha) = model.x_spans[k], model.g_spans[k], model.factors[k]
+    x, g, (a, _, decay, alpha) = model.x_spans[k], model.g_spans[k], model.factors[k]
     factors = torch.full((8, b.blocks), 0.5, device=model.device)
     votes = torch.randint(-(2**31), 2**31, (b.blocks, 1, lanes), dtype=torch.int32, device=model.device)
     live = torch.full((b.blocks, lanes), -1, dtype=torch.int32, device=model.device)
@@ -268,7 +268,17 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
             "sample",
             20 * elements + signs.raw.numel(),
             lambda: kernels.sample(
-                b, 0, b.blocks, b=a, o=o, g=g, m=flats[0], a=size, phi=0.5, key=worker, first_block=0, out=signs
+                b,
+                0,
+                b.blocks,
+                factors=factors[:4],
+                g=g,
+                m=flats[0],
+                a=size,
+                phi=0.5,
+                key=worker,
+                first_block=0,
+                out=signs,
             ),
         ),
         (

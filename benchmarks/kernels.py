@@ -127,8 +127,7 @@ class Case:
                 lambda: kernels.sample(
                     *(bucket, 0, blocks),
                     **dict(
-                        b=self.a,
-                        o=self.b,
+                        factors=self.factors[:4],
                         g=[self.g],
                         m=self.m,
                         a=self.v,

@@ -72,7 +72,13 @@ class Problem(Run):
 
     def simulate(self, world: int, watch: Callable[[Any, int], None] | None = None, **differing: Any) -> Any:
         """The oracle after the same steps; ``watch(oracle, t)`` is called after each."""
-        names = {"weight_decay": "wd", "freeze_step": "T_w", "denominator_floor": "phi", "beta": "b"}
+        names = {
+            "weight_decay": "wd",
+            "freeze_step": "T_w",
+            "denominator_floor": "phi",
+            "beta": "b",
+            "magnitude_beta": "ba",
+        }
         names |= {"max_grad_norm": "max_norm"}
         settings = {names.get(k, k): v for k, v in self.options.items()}
         for unknown in ("bucket_mb", "kernels", "seed"):

@@ -161,7 +161,7 @@ def run_other_algorithms(
     g = flats[5] if g_kind == "flat" else gradients
     kernels.sample(
         *(bucket, 0, blocks),
-        **dict(b=factors[0], o=factors[1], g=g, m=m, a=a, phi=phi, key=key, first_block=first_block, out=out),
+        **dict(factors=factors[:4].clone(), g=g, m=m, a=a, phi=phi, key=key, first_block=first_block, out=out),
     )
     note(m, a, out.raw)
     live = torch.zeros((blocks, words), dtype=torch.int32)
@@ -170,11 +170,12 @@ def run_other_algorithms(
 
     workers = Packed.empty(int(rng.integers(1, 7)), chunk, size, has_scales=False)
     workers.words.copy_(torch.from_numpy(rng.integers(-(2**31), 2**31, workers.words.shape).astype(np.int32)))
-    for mode in ("random", "majority", "mean"):
+    for mode in ("random", "majority", "mean", "feedback"):
         planes = workers.rows.bit_length() if mode == "mean" else 1
         result = torch.zeros((chunk, planes, words), dtype=torch.int32)
-        kernels.vote(workers, bucket.lengths[:chunk], mode, key, first_block, result)
-        note(result)
+        carry = flats[5][: chunk * size].clamp(-1, 1) if mode == "feedback" else None
+        kernels.vote(workers, bucket.lengths[:chunk], mode, key, first_block, result, carry)
+        note(result, *([] if carry is None else [carry]))
         x = moved()
         votes = result.repeat(world, 1, 1)
         mean_of = workers.rows if mode == "mean" else None

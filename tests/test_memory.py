@@ -72,8 +72,9 @@ LOCAL = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1, "
         ("ZeroOneAdam", LOCAL, 9, 20.0, 4.0),
         # no local steps: as 1-bit Adam
         ("ZeroOneAdam", {**LOCAL, "local_step_clipper": 1}, 9, 8.125, 4.0),
-        # m 4, a 4, bitmap of live coordinates 1/8
-        ("BinSGDM", {}, 4, 8.125, 0.0),
+        # m 4, a 4, bitmap of live coordinates 1/8; the server's feedback 4/n
+        ("BinSGDM", {}, 4, 8.125, 4.0),
+        ("BinSGDM", {"server": "mean"}, 4, 8.125, 0.0),
     ],
 )
 def test_an_optimizer_holds_the_documented_bytes_per_parameter(

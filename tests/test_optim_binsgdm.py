@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from optim_support import SMALL, Problem, close, equal, run_world, snapshot, train
+from oracle.binsgdm import share
 
 from lightning_onebit.comm import plan_buckets
 from lightning_onebit.kernels import Packed, counter_rng, get_backend
@@ -73,6 +74,9 @@ def sparse(**options: Any) -> Sparse:
 @pytest.mark.parametrize(
     ("server", "world", "real"),
     [
+        ("feedback", 2, True),
+        ("feedback", 3, False),
+        ("feedback", 4, False),
         ("random", 2, True),
         ("random", 3, True),
         ("random", 4, True),
@@ -86,7 +90,7 @@ def sparse(**options: Any) -> Sparse:
 )
 def test_follows_the_oracle_with_the_draws_of_the_library(server: str, world: int, real: bool) -> None:
     """Weights after every step and both averages of every rank at the end."""
-    made = sparse(server=server, seed=77, beta=0.8)
+    made = sparse(server=server, seed=77, beta=0.8, magnitude_beta=0.85)
     seen: list[Any] = []
     uniform = made.uniform(world)
     simulated = made.simulate(world, lambda o, t: seen.append([a.copy() for a in o.x]), uniform=uniform)
@@ -116,12 +120,12 @@ def sampled(y: torch.Tensor, a: torch.Tensor, steps: int, copies: int = 100, str
     positive = np.zeros(size)
     m, magnitude = (y * a).repeat(copies), a.repeat(copies)
     # b = 1 and o = 0 leave both averages as they are
-    keep, nothing = torch.ones(copies), torch.zeros(copies)
+    factors = torch.tensor([[1.0], [0.0], [1.0], [0.0]]).repeat(1, copies)
     for step in range(1, steps + 1):
         key = draw_key(0, step, 0, WORKER_STREAM, stratified)
         kernels.sample(
             *(bucket, 0, copies),
-            **dict(b=keep, o=nothing, g=[None], m=m, a=magnitude, phi=0.0, key=key, first_block=0, out=out),
+            **dict(factors=factors, g=[None], m=m, a=magnitude, phi=0.0, key=key, first_block=0, out=out),
         )
         bits = np.unpackbits(out.words.contiguous().numpy().view(np.uint8), bitorder="little")
         # bit k of word j is element k*W + j
@@ -158,7 +162,8 @@ def test_a_coordinate_without_any_average_draws_either_sign() -> None:
 def votes(group: Any, rank: int, world: int, server: str, steps: int, draws_: str = "independent") -> Any:
     """Votes of all workers and what the server made of them: ``(ubar, mean of m_i/a_i)`` per step."""
     p = torch.nn.Parameter(torch.zeros(2000))
-    optimizer = BinSGDM([p], lr=1.0, server=server, denominator_floor=0.0, draws=draws_, process_group=group)
+    options = {"server": server, "denominator_floor": 0.0, "draws": draws_, "magnitude_beta": 0.7}
+    optimizer = BinSGDM([p], lr=1.0, process_group=group, **options)
     draws = torch.Generator().manual_seed(rank)
     out = []
     for _ in range(steps):
@@ -201,6 +206,20 @@ def test_what_stratified_draws_add_up_to_is_closer_to_the_sum_of_what_was_asked_
         assert abs(float(total.mean())) < 4.5 * float(total.std()) / total.numel() ** 0.5, "unbiased"
         variance[draws] = float(total.square().mean())
     assert variance["stratified"] < variance["independent"] / 2
+
+
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_signs_sent_with_feedback_add_up_to_the_means_of_the_votes(world: int) -> None:
+    """What has been moved is that of the counts, to within what the server can hold back: one sign, before the first step and now."""
+    steps = 50
+    moved = {}
+    for server in ("feedback", "mean"):
+        moved[server] = torch.stack([u for u, _ in run_world(votes, world, server, steps)[0]]).double().cumsum(0)
+    apart = (moved["feedback"] - moved["mean"]).abs()
+    assert apart.max() < 2 + 1e-4
+    assert apart[20:].mean() > 0.3, "one bit cannot say it all at once"
+    # from a common start, coordinates whose votes cancel would move as one
+    assert abs(float((moved["feedback"] - moved["mean"])[0].mean())) < 0.1
 
 
 def noise_of_mean(world: int) -> float:
@@ -298,7 +317,8 @@ def test_every_live_coordinate_moves_by_lr_and_stays_within_lr_times_t() -> None
 def once(group: Any, rank: int, world: int, phi: float, force: bool) -> Any:
     """How far each coordinate gets: the first half has a gradient in step 1 only, the other half in every step."""
     p = torch.nn.Parameter(torch.zeros(128))
-    optimizer = BinSGDM([p], lr=1.0, denominator_floor=phi, server="mean", process_group=group, force_compression=force)
+    options = {"denominator_floor": phi, "magnitude_beta": 0.7, "server": "mean", "force_compression": force}
+    optimizer = BinSGDM([p], lr=1.0, process_group=group, **options)
     for t in range(60):
         p.grad = torch.ones(128)
         if t:
@@ -320,7 +340,7 @@ def test_the_floor_brings_a_coordinate_to_rest_that_had_a_gradient_once(world: i
 # ----- what is sent --------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("server", "planes"), [("random", 1), ("majority", 1), ("mean", 2)])
+@pytest.mark.parametrize(("server", "planes"), [("feedback", 1), ("random", 1), ("majority", 1), ("mean", 2)])
 def test_the_wire_carries_bits_only(server: str, planes: int) -> None:
     """Round 1 is N/8 bytes, the reply as many per plane (vote counts of 3 workers take 2), a merge twice N/8; no scales."""
     made = sparse(server=server)
@@ -340,7 +360,8 @@ def test_the_wire_carries_bits_only(server: str, planes: int) -> None:
 
 @pytest.mark.parametrize("phi", [0.0, 0.3])
 def test_a_single_process_steps_by_m_over_c_itself(phi: float) -> None:
-    options = {"lr": 0.01, "beta": 0.8, "weight_decay": 0.1, "denominator_floor": phi, "block_size": 64}
+    options = {"lr": 0.01, "beta": 0.8, "magnitude_beta": 0.9, "weight_decay": 0.1, "denominator_floor": phi}
+    options |= {"block_size": 64}
     made = Problem(6, options, shapes=SMALL, algorithm="binsgdm", cold=50)
     params = made.parameters()
     optimizer = made.build(params)
@@ -353,12 +374,14 @@ def test_a_single_process_steps_by_m_over_c_itself(phi: float) -> None:
         for t in range(6):
             g = made.gradient(t, 0, l)
             assert g is not None
-            m, a = 0.8 * m + 0.2 * g, 0.8 * a + 0.2 * np.abs(g)
+            w, wa = share(0.8, t + 1), share(0.9, t + 1)
+            m, a = (1 - w) * m + w * g, (1 - wa) * a + wa * np.abs(g)
             blocks = [a.ravel()[i : i + 64] for i in range(0, a.size, 64)]
             c = np.concatenate([np.maximum(b, phi * np.sqrt(np.mean(b**2))) for b in blocks] or [a.ravel()]).reshape(
                 a.shape
             )
-            x = x - 0.01 * 0.1 * x - 0.01 * np.divide(m, c, out=np.zeros_like(m), where=c != 0)
+            y = np.divide(m, c, out=np.zeros_like(m), where=c != 0)
+            x = x - 0.01 * 0.1 * x - 0.01 * np.clip(y, -1, 1)
         close(p.detach(), x.ravel(), 0.01)
     assert optimizer.next_step_is_dense and optimizer.ledger.total.bytes_sent == 0
 
@@ -409,11 +432,17 @@ def test_a_group_that_joins_moves_at_once_and_the_others_know_what_they_have_see
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"server": "median"}, ValueError, "server='median' is unknown; choose one of 'random', 'mean', 'majority'"),
+        (
+            {"server": "median"},
+            ValueError,
+            "server='median' is unknown; choose one of 'feedback', 'random', 'mean', 'majority'",
+        ),
         ({"seed": 1.5}, TypeError, "seed=1.5 must be an integer"),
         ({"seed": True}, TypeError, "seed=True"),
         ({"beta": 1.0}, ValueError, "beta=1.0 .* < 1"),
         ({"beta": -0.1}, ValueError, "beta=-0.1"),
+        ({"magnitude_beta": 1.0}, ValueError, "magnitude_beta=1.0 .* < 1"),
+        ({"magnitude_beta": "0.9"}, TypeError, "magnitude_beta='0.9' must be a number or None"),
         ({"lr": -1.0}, ValueError, "lr=-1.0"),
         ({"betas": (0.9, 0.99)}, TypeError, "betas"),
         ({"freeze_step": 3}, TypeError, "freeze_step"),

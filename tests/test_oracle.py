@@ -311,7 +311,7 @@ def draws(t: int, who: int | str, l: int) -> np.ndarray:
 def test_binsgdm_update_is_lr_times_an_unbiased_estimate_of_the_mean_of_m_over_a() -> None:
     n, steps, lr = 4, 400, 0.5
     total, expected = np.zeros(70), np.zeros(70)
-    ours = BinSGDM([np.zeros(70)], n, uniform=lambda t, i, l: draws(t, i, 3), lr=lr, phi=0.0)
+    ours = BinSGDM([np.zeros(70)], n, uniform=lambda t, i, l: draws(t, i, 3), lr=lr, ba=0.7, phi=0.0, server="random")
     for t in range(steps):
         before = ours.x[0].copy()
         ours.step([[worker[3]] for worker in gradients(t, n)])
@@ -327,7 +327,9 @@ def test_binsgdm_with_mean_server_has_less_variance() -> None:
     spread = {}
     for server in ("random", "mean"):
         # with a long memory m/a is small, and a vote has nearly the variance 1
-        ours = BinSGDM([np.zeros(70)], 4, uniform=lambda t, i, l: draws(t, i, 3), lr=1.0, b=0.9, phi=0.0, server=server)
+        ours = BinSGDM(
+            [np.zeros(70)], 4, uniform=lambda t, i, l: draws(t, i, 3), lr=1.0, b=0.9, ba=0.9, phi=0.0, server=server
+        )
         noise = []
         for t in range(100):
             before = ours.x[0].copy()
@@ -337,7 +339,7 @@ def test_binsgdm_with_mean_server_has_less_variance() -> None:
     assert spread["mean"] == pytest.approx(spread["random"] / 4, rel=0.1)
 
 
-@pytest.mark.parametrize("server", ["random", "majority"])
+@pytest.mark.parametrize("server", ["feedback", "random", "majority"])
 def test_binsgdm_moves_every_seen_coordinate_by_lr_and_no_other(server: str) -> None:
     ours = BinSGDM(start(), 3, uniform=draws, lr=0.5, server=server)
     x = [a.copy() for a in ours.x]

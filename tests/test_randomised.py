@@ -115,7 +115,10 @@ def scripts(draw: Any, algorithm: str) -> Script:
             options[name] = draw(st.one_of(st.none(), early.map(lambda step: step + 1)))
     else:
         del options["residual_dtype"]  # it has no residuals
-        options |= {"server": draw(st.sampled_from(["majority", "random", "mean"])), "seed": draw(st.integers(0, 3))}
+        options |= {
+            "server": draw(st.sampled_from(["majority", "random", "mean", "feedback"])),
+            "seed": draw(st.integers(0, 3)),
+        }
         options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}
         options |= {"denominator_floor": draw(st.sampled_from([0.0, 0.5, 1.0]))}
     if algorithm == "zero_one_adam":

@@ -25,6 +25,12 @@ def is_dense(tensor: Tensor) -> bool:
     return True
 
 
+def check_carry(mode: str, carry: Tensor | None) -> None:
+    """Raises ``ValueError`` unless a vote has a carry exactly where its mode keeps one."""
+    if (carry is not None) != (mode == "feedback"):
+        raise ValueError(f"mode={mode!r} {'keeps no carry' if carry is not None else 'needs a carry'}")
+
+
 def _counts_many() -> bool:
     """Whether this torch takes many tensors in one call (2.6 and later)."""
     try:

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans
-from lightning_onebit.kernels.common import CheckMap, increment_versions, is_dense
+from lightning_onebit.kernels.common import CheckMap, check_carry, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 5
+ABI = 6
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -220,8 +220,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *[_POINTER] * 4),
     "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *[_POINTER] * 4),
     "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 7),
-    "sample": (_LONG, _LONG, *[_POINTER] * 4, *_SPANS, _POINTER, _POINTER, _FLOAT, *_KEY, _LONG, *_PAYLOAD),
-    "vote": (_LONG, _INT, *_PAYLOAD, _POINTER, _INT, *_KEY, _LONG, _INT, _POINTER),
+    "sample": (_LONG, _LONG, *[_POINTER] * 3, *_SPANS, _POINTER, _POINTER, _FLOAT, *_KEY, _LONG, *_PAYLOAD),
+    "vote": (_LONG, _INT, *_PAYLOAD, _POINTER, _INT, *_KEY, _LONG, _INT, _POINTER, _POINTER),
     "apply_votes": (_LONG, _LONG, *_SPANS, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER),
     "mark_live": (_LONG, _LONG, *[_POINTER] * 3),
 }
@@ -230,7 +230,7 @@ _Payload = tuple[int | None, int, int]
 _SpanArguments = tuple[int, int | None, int | None, int | None, bytes | None]
 _NO_PAYLOAD: _Payload = (None, 0, 1)
 _NO_SPANS: _SpanArguments = (0, None, None, None, None)
-_VOTES = {"random": 0, "majority": 1, "mean": 2}
+_VOTES = {"random": 0, "majority": 1, "mean": 2, "feedback": 3}
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -602,8 +602,7 @@ class CpuKernels(ReferenceKernels):
         lo: int,
         hi: int,
         *,
-        b: Tensor,
-        o: Tensor,
+        factors: Tensor,
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
@@ -612,7 +611,7 @@ class CpuKernels(ReferenceKernels):
         first_block: int,
         out: Packed,
     ) -> None:
-        """``m = b*m + o*g ; a = b*a + o*|g|``, then drawn signs of ``m / max(a, phi * rms(a))``, in one pass over memory."""
+        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then drawn signs of ``m / max(a, phi * rms(a))``, in one pass over memory."""
         size, blocks = bucket.block_size, hi - lo
         elements = blocks * size
         flat_g = None
@@ -627,24 +626,35 @@ class CpuKernels(ReferenceKernels):
         lengths = _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
         self._call(
             "sample",
-            *(size, blocks, lengths, _address(b, "b", blocks), _address(o, "o", blocks), flat_g, *spans_g),
+            *(size, blocks, lengths, _address(factors, "factors", 4 * blocks), flat_g, *spans_g),
             *(_address(m, "m", elements), _address(a, "a", elements), phi, *key, first_block),
             *_payload(out, "out", blocks, size, scales=False),
         )
 
-    def vote(self, received: Packed, lengths: Tensor, mode: str, key: DrawKey, first_block: int, out: Tensor) -> None:
-        """Combines the workers' signs of one chunk: drawn, by majority, or counted."""
+    def vote(
+        self,
+        received: Packed,
+        lengths: Tensor,
+        mode: str,
+        key: DrawKey,
+        first_block: int,
+        out: Tensor,
+        carry: Tensor | None = None,
+    ) -> None:
+        """Combines the workers' signs of one chunk: drawn, by majority, counted, or with what was left over."""
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
         planes = out.shape[1]
         if mode not in _VOTES:
             raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(map(repr, _VOTES))}")
         if planes != 1 and mode != "mean":
             raise ValueError(f"out must have one plane for mode={mode!r}, got {planes}")
+        check_carry(mode, carry)
         self._call(
             "vote",
             *(size, rows, *_payload(received, "received", rows * blocks, size, scales=False)),
             *(_address(lengths, "lengths", blocks, torch.int32), _VOTES[mode], *key, first_block, planes),
             _address(out, "out", blocks * planes * size // 32, torch.int32),
+            0 if carry is None else _address(carry, "carry", blocks * size),
         )
 
     def apply_votes(

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, KernelsUnavailable, Spans
-from lightning_onebit.kernels.common import CheckMap, increment_versions, is_dense
+from lightning_onebit.kernels.common import CheckMap, check_carry, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
@@ -41,7 +41,7 @@ _STATS_THREADS = 256
 _PIECE = 1 << 16  # elements of a gradient that one thread block looks at
 _TABLES_KEPT = 8
 _MAX_ROWS = 65535  # counts of votes have 16 bits
-_VOTE_MODES = {"random": 0, "majority": 1, "mean": 2}
+_VOTE_MODES = {"random": 0, "majority": 1, "mean": 2, "feedback": 3}
 
 Argument = Any  # an address or an integer (int), or np.float32
 
@@ -663,8 +663,7 @@ class CudaKernels(ReferenceKernels):
         lo: int,
         hi: int,
         *,
-        b: Tensor,
-        o: Tensor,
+        factors: Tensor,
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
@@ -673,7 +672,7 @@ class CudaKernels(ReferenceKernels):
         first_block: int,
         out: Packed,
     ) -> None:
-        """``m = b*m + o*g ; a = b*a + o*|g|``, then bits of ``Q(m / max(a, phi * rms(a)))``."""
+        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m / max(a, phi * rms(a)))``."""
         size, blocks = bucket.block_size, hi - lo
         flat, bound = 0, None
         if isinstance(g, Tensor):
@@ -684,14 +683,24 @@ class CudaKernels(ReferenceKernels):
             bound = self._bind(bucket, g, "g", m.device)
         tables = bound.tables if bound is not None else (0, 0)
         arguments = (
-            *(self._lengths(bucket, lo), self._address(b, "b", blocks), self._address(o, "o", blocks), flat, *tables),
+            *(self._lengths(bucket, lo), self._address(factors, "factors", 4 * blocks), flat, *tables),
             *(self._address(m, "m", blocks * size), self._address(a, "a", blocks * size)),
             *(np.float32(phi), *key, first_block, *self._payload(out, "out", blocks, size, has_scales=False)),
         )
         self._launch("sample", m.device, size, blocks, arguments, accumulators=1)
 
-    def vote(self, received: Packed, lengths: Tensor, mode: str, key: DrawKey, first_block: int, out: Tensor) -> None:
+    def vote(
+        self,
+        received: Packed,
+        lengths: Tensor,
+        mode: str,
+        key: DrawKey,
+        first_block: int,
+        out: Tensor,
+        carry: Tensor | None = None,
+    ) -> None:
         """Combines the workers' signs of one chunk."""
+        check_carry(mode, carry)
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
         if rows > _MAX_ROWS:
             raise ValueError(f"received has {rows} rows; votes of at most {_MAX_ROWS} ranks can be counted")
@@ -700,7 +709,8 @@ class CudaKernels(ReferenceKernels):
         target = self._address(out, "out", blocks * planes * (size // BITS_PER_WORD), torch.int32)
         arguments = (
             *(rows, address, stride, self._address(lengths, "lengths", blocks, torch.int32)),
-            *(_VOTE_MODES[mode], *key, first_block, target, planes),
+            *(_VOTE_MODES[mode], *key, first_block, target, planes, np.float32(1.0 / rows)),
+            0 if carry is None else self._address(carry, "carry", blocks * size),
         )
         self._launch("vote", out.device, size, blocks, arguments)
 

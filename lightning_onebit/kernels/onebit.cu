@@ -999,7 +999,7 @@ DEVICE float uniform(u32 h) {  // exact
 }
 
 // m = b*m + o*g ; a = b*a + o*|g| ; bit: not m > c*U with c = max(a, phi * rms of the block's a)
-KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* b, const float* o, const float* g,
+KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* factors, const float* g,
                      const int* block_span, const Span* spans, float* m, float* a, float phi, i64 key0, i64 key1, i64 key2,
                      i64 first_block, char* out_raw, i64 out_stride, i64 out_per_row, char* scratch) {
   const Here h = here(block_size, blocks);
@@ -1007,7 +1007,8 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
   const int length = lengths[h.block];
   const i64 start = h.block * block_size;
   const Run grad = spans != nullptr ? run_of_block(block_span, spans, h.block, block_size) : flat_run(g, h.block, block_size);
-  const float keep = b[h.block], take = o[h.block];
+  const float keep = factors[h.block], take = factors[blocks + h.block];
+  const float keep_size = factors[2 * blocks + h.block], take_size = factors[3 * blocks + h.block];
   const u32 seed = hash_of_block(first_block + h.block, key0);
   float* acc = accumulators(h, scratch, 1);
   const int part = 8;
@@ -1023,7 +1024,7 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
-        const float va = add(mul(keep, size[q]), mul(take, as_float(bits_of(gradient[q]) & ~kSign)));
+        const float va = add(mul(keep_size, size[q]), mul(take_size, as_float(bits_of(gradient[q]) & ~kSign)));
         m[start + i] = add(mul(keep, moment[q]), mul(take, gradient[q]));
         a[start + i] = va;
         sum = add(sum, mul(va, va));
@@ -1054,11 +1055,11 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
   }
 }
 
-enum VoteMode { kRandom = 0, kMajority = 1, kMean = 2 };
+enum VoteMode { kRandom = 0, kMajority = 1, kMean = 2, kFeedback = 3 };
 
 // Counts of negatives live in bit planes: plane p of `count` holds bit p of the counts of a word's 32 elements.
 KERNEL onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, i64 mode, i64 key0,
-                   i64 key1, i64 key2, i64 first_block, u32* out, i64 planes) {
+                   i64 key1, i64 key2, i64 first_block, u32* out, i64 planes, float share, float* carried) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
   const int kCountPlanes = 16;  // up to 65,535 rows
@@ -1096,6 +1097,14 @@ KERNEL onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, 
 #pragma unroll
       for (int p = 0; p < kCountPlanes; ++p) negatives |= static_cast<int>((count[p] >> k) & 1u) << p;
       const int balance = static_cast<int>(rows) - 2 * negatives;
+      if (mode == kFeedback) {
+        float* at = carried + (static_cast<i64>(h.block) * kPlanes + k) * h.lanes + lane;
+        const float z = add(mul(static_cast<float>(balance), share), *at);
+        const bool below = !(z >= 0.0f);
+        *at = add(z, below ? 1.0f : -1.0f);
+        word |= static_cast<u32>(below) << k;
+        continue;
+      }
       const u32 draw = draw_of(seed, k * h.lanes + lane, key1, key2);
       const bool negative = mode == kRandom ? !(static_cast<float>(balance) > mul(n, uniform(draw)))
                                             : balance < 0 || (balance == 0 && draw >= kSign);

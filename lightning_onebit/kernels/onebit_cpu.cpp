@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 5;
+constexpr int kAbi = 6;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -893,7 +893,7 @@ inline void clear_padding(uint32_t* words, int64_t length, int64_t lanes) {
 // m = b*m + o*g ; a = b*a + o*|g| ; per lane the sum of a*a
 struct Averages {
   int64_t lanes;
-  float b, o;
+  float b1, o1, b2, o2;
   const float* g;
   float *m, *a;
   float* squares;
@@ -903,12 +903,12 @@ struct Averages {
   }
   template <int N> INLINE void one(int64_t lane) const {
     F<N> sum{};
-    const float keep = b, add = o;
+    const float keep = b1, add = o1, keep_size = b2, add_size = o2;
     float *const to_m = m, *const to_a = a;
     const float* const from = g;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
       const F<N> gradient = load<N>(from + i);
-      const F<N> size = keep * load<N>(to_a + i) + add * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
+      const F<N> size = keep_size * load<N>(to_a + i) + add_size * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
       store<N>(to_m + i, keep * load<N>(to_m + i) + add * gradient);
       store<N>(to_a + i, size);
       sum = sum + size * size;
@@ -945,7 +945,7 @@ struct Sample {
   }
 };
 
-enum Mode : int { kRandom = 0, kMajority = 1, kMean = 2 };
+enum Mode : int { kRandom = 0, kMajority = 1, kMean = 2, kFeedback = 3 };
 
 struct Vote {
   int64_t lanes;
@@ -954,6 +954,7 @@ struct Vote {
   uint32_t per_block;
   const Key& key;
   uint32_t* out;
+  float* carry;  // of the block; of kFeedback alone
 
   template <int N, int R> INLINE void run(int64_t lane) const {
     for (int v = 0; v < R; ++v) one<N>(lane + v * N);
@@ -973,9 +974,18 @@ struct Vote {
       return;
     }
     U<N> word{};
+    const float share = 1.0f / static_cast<float>(rows);
     for (int plane = 0; plane < kPlanes; ++plane) {
-      const U<N> h = draws<N>(per_block, key, plane * lanes + lane);
       const I<N> balance = bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(rows) - 2u * negatives<N>(lane, plane)));
+      if (mode == kFeedback) {
+        float* const at = carry + plane * lanes + lane;
+        const F<N> z = to_floats<N>(balance) * share + load<N>(at);
+        const U<N> sign = ~mask<N>(z >= F<N>{}) & kSign;
+        store<N>(at, z - bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | sign)));
+        word = (word >> 1) | sign;
+        continue;
+      }
+      const U<N> h = draws<N>(per_block, key, plane * lanes + lane);
       U<N> negative;
       if (mode == kRandom) {
         negative = ~mask<N>(to_floats<N>(balance) > static_cast<float>(rows) * uniform<N>(h));
@@ -1316,8 +1326,8 @@ EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, i
   });
 }
 
-// g: flat, or null where the spans are given; out: bits without scales
-EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* b, const float* o,
+// factors: 4 rows of one fp32 per block (b1, o1, b2, o2); g: flat, or null where the spans are given; out: bits without scales
+EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* factors,
                           const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
                           void* const* span_data, const uint8_t* span_dtype, float* m, float* a, float phi, uint32_t k0, uint32_t k1,
                           uint32_t k2, int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
@@ -1332,7 +1342,8 @@ EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const
       const int64_t at = block * block_size;
       const float* from = g != nullptr ? g + at : whole_block(cursor.at(block), block_size, staged);
       uint32_t* const words = block_of(out, block, lanes).words;
-      for_each_tile(lanes, Averages{lanes, b[block], o[block], from, m + at, a + at, squares});
+      const auto factor = [&](int row) { return factors[row * blocks + block]; };
+      for_each_tile(lanes, Averages{lanes, factor(0), factor(1), factor(2), factor(3), from, m + at, a + at, squares});
       const float sum = fold_lanes(squares, lanes);
       const float least = phi > 0.0f && lengths[block] > 0 ? phi * root<1>(sum / static_cast<float>(lengths[block])) : 0.0f;
       for_each_tile(lanes, Sample{lanes, least, m + at, a + at, key.of_block(first_block + block), key, words});
@@ -1344,7 +1355,7 @@ EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const
 // out: `planes` words of each lane for each block
 EXPORT void onebit_vote(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
                         const int32_t* lengths, int mode, uint32_t k0, uint32_t k1, uint32_t k2, int64_t first_block,
-                        int planes, uint32_t* out) {
+                        int planes, uint32_t* out, float* carry) {
   const Payload received{in_raw, in_stride, per_row, false};
   const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
@@ -1353,7 +1364,8 @@ EXPORT void onebit_vote(int threads, int64_t block_size, int rows, uint8_t* in_r
     for (int64_t block = first; block < last; ++block) {
       for (int row = 0; row < rows; ++row) words[row] = block_of(received, row * per_row + block, lanes).words;
       uint32_t* const to = out + block * planes * lanes;
-      for_each_tile(lanes, Vote{lanes, rows, mode, planes, words.data(), key.of_block(first_block + block), key, to});
+      for_each_tile(lanes, Vote{lanes, rows, mode, planes, words.data(), key.of_block(first_block + block), key, to,
+                                carry != nullptr ? carry + block * block_size : nullptr});
       for (int p = 0; p < planes; ++p) clear_padding(to + p * lanes, lengths[block], lanes);
     }
   });

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import counter_rng
+from lightning_onebit.kernels.common import check_carry
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 
 if TYPE_CHECKING:
@@ -399,8 +400,7 @@ class ReferenceKernels:
         lo: int,
         hi: int,
         *,
-        b: Tensor,
-        o: Tensor,
+        factors: Tensor,
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
@@ -409,17 +409,16 @@ class ReferenceKernels:
         first_block: int,
         out: Packed,
     ) -> None:
-        """Worker side: ``m = b*m + o*g ; a = b*a + o*|g|``, then bits of ``Q(m/c)``, negative where not ``m > c*U``.
+        """Worker side: ``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m/c)``, negative where not ``m > c*U``.
 
-        ``c = max(a, phi * rms(a))`` with the root mean square of the block. A coordinate with ``c == 0`` counts as
-        ``m/c = 0``: either sign with probability 1/2.
+        ``c = max(a, phi * rms(a))`` with the root mean square of the block. Where ``|m| > c`` the sign of m is certain. A
+        coordinate with ``c == 0`` counts as ``m/c = 0``: either sign with probability 1/2.
 
         Args:
             bucket: the block map.
             lo: first block of the shard.
             hi: one past its last block.
-            b: fp32 ``(hi - lo,)`` decay.
-            o: fp32 ``(hi - lo,)``, ``1 - b`` times a clipping factor.
+            factors: fp32 ``(4, hi - lo)``: b1, o1, b2, o2.
             g: gradient: spans of the whole bucket or fp32 flat of the shard.
             m: fp32 flat of the shard, updated in place.
             a: fp32 flat of the shard, updated in place.
@@ -435,8 +434,9 @@ class ReferenceKernels:
             g = flat
         gradient = _as_blocks(g, bs)
         moment, size = _as_blocks(m, bs), _as_blocks(a, bs)
-        moment.copy_(b[:, None] * moment + o[:, None] * gradient)
-        size.copy_(b[:, None] * size + o[:, None] * gradient.abs())
+        b1, o1, b2, o2 = factors[:, :, None]
+        moment.copy_(b1 * moment + o1 * gradient)
+        size.copy_(b2 * size + o2 * gradient.abs())
         u = counter_rng.uniform(counter_rng.draw_hash(key, first_block, hi - lo, bs, m.device))
         lengths = bucket.lengths[lo:hi]
         if phi > 0:
@@ -447,7 +447,14 @@ class ReferenceKernels:
         pack_bits(negative.view(out.rows, out.blocks_per_row, bs), out.words)
 
     def vote(
-        self, received: Packed, lengths: Tensor, mode: str, key: counter_rng.DrawKey, first_block: int, out: Tensor
+        self,
+        received: Packed,
+        lengths: Tensor,
+        mode: str,
+        key: counter_rng.DrawKey,
+        first_block: int,
+        out: Tensor,
+        carry: Tensor | None = None,
     ) -> None:
         """Server side: combines the workers' signs of one chunk.
 
@@ -455,11 +462,14 @@ class ReferenceKernels:
             received: one row of bits per worker.
             lengths: int32 ``(blocks_per_row,)``.
             mode: ``"random"``: negative where not ``n - 2c > n*U`` (c negatives of n); ``"majority"``: the sign of
-                ``n - 2c``, ties by the hash's top bit; ``"mean"``: bit planes of c.
+                ``n - 2c``, ties by the hash's top bit; ``"mean"``: bit planes of c; ``"feedback"``: the sign of
+                ``z = (n - 2c)*(1/n) + carry`` (+1 at 0), and ``carry = z - sign``.
             key: from ``counter_rng.draw_key``.
             first_block: global number of the chunk's first block.
             out: int32 ``(blocks_per_row, planes, words)``; one plane except for ``"mean"``, least significant first.
+            carry: fp32 flat of the chunk, padding included, updated in place; for ``"feedback"`` and no other mode.
         """
+        check_carry(mode, carry)
         bs, n = received.block_size, received.rows
         count = unpack_bits(received.words).to(torch.int32).sum(dim=0, dtype=torch.int32)
         valid = valid_mask(lengths, bs)
@@ -467,8 +477,14 @@ class ReferenceKernels:
             for plane in range(out.shape[1]):
                 pack_bits(((count >> plane) & 1).bool() & valid, out[:, plane])
             return
-        h = counter_rng.draw_hash(key, first_block, received.blocks_per_row, bs, out.device)
         balance = n - 2 * count
+        if carry is not None:
+            z = balance.to(torch.float32) * (1.0 / n) + carry.view(count.shape)
+            negative = ~(z >= 0)
+            carry.view(count.shape).copy_(torch.where(negative, z + 1.0, z - 1.0))
+            pack_bits(negative & valid, out[:, 0])
+            return
+        h = counter_rng.draw_hash(key, first_block, received.blocks_per_row, bs, out.device)
         if mode == "random":
             negative = ~(balance.to(torch.float32) > float(n) * counter_rng.uniform(h))
         else:

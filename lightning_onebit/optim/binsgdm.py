@@ -12,30 +12,31 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.kernels import Packed
-from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, DrawKey, draw_key
+from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, DrawKey, draw_hash, draw_key, uniform
 from lightning_onebit.kernels.reference import pack_bits, unpack_bits
 from lightning_onebit.optim.base import OnebitOptimizer, Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
 
 log = logging.getLogger("lightning_onebit")
 
-SERVERS = ("random", "mean", "majority")
+SERVERS = ("feedback", "random", "mean", "majority")
 DRAWS = ("stratified", "independent")
 
 
 class BinSGDM(OnebitOptimizer):
-    r"""BinSGDM: randomly binarised normalised momentum; bits only, from the first step, without residuals or scales.
+    r"""BinSGDM: randomly binarised normalised momentum; bits only, from the first step, without scales.
 
     ::
 
-        worker:  m_i = b m_i + (1-b) g_i ;  a_i = b a_i + (1-b)|g_i|
+        worker:  m_i, a_i = averages of g_i and of |g_i|      # weights fall by beta and by magnitude_beta per step
                  c_i = max(a_i, phi*rms(a_i))                 # rms over a block of a_i
-                 u_i = Q(m_i/c_i)
-        server:  ubar = Q((1/n) sum_i u_i)                    # drawn once, by the chunk's owner
-        all:     x -= lr*wd*x + lr*ubar                       # Q(y) = +1 with probability (1+y)/2, else -1
+                 u_i = Q(clip(m_i/c_i, -1, 1))                # Q(y) = +1 with probability (1+y)/2, else -1
+        server:  z = (1/n) sum_i u_i + d ;  ubar = sign(z) ;  d = z - ubar
+        all:     x -= lr*wd*x + lr*ubar
 
-    Source: BinSGDM (ICLR 2023 submission), published as Birder (NeurIPS 2023). The rule above is this library's reading
-    of it; the floor phi and the stratified draws are its own (docs/differences.md).
+    Source: BinSGDM (ICLR 2023 submission), published as Birder (NeurIPS 2023). There, one beta serves both averages, phi is 0
+    and the server draws, ``ubar = Q((1/n) sum_i u_i)``; the longer memory of a, the floor phi, the stratified draws and the
+    server's feedback are this library's own (docs/differences.md says why, and how to turn each off).
 
     The update has size lr in every coordinate. Randomness is counter-based (a function of seed, step, rank and element),
     so a run, its resume and its twin on another device draw the same bits. A coordinate that has never had a gradient
@@ -44,13 +45,16 @@ class BinSGDM(OnebitOptimizer):
 
     Args:
         params: parameters or parameter groups; a group may set ``lr``, ``beta``, ``weight_decay`` and
-            ``compress=False`` (averaged densely and updated with ``m/c`` itself, undrawn).
+            ``compress=False`` (averaged densely and updated with ``clip(m/c)`` itself, undrawn).
         lr: learning rate; about Adam's own is a good start.
-        beta: the one decay b of m and a, in ``[0, 1)``.
+        beta: decay of m, in ``[0, 1)``.
+        magnitude_beta: decay of a, in ``[0, 1)``; None: a memory three times as long, ``1 - (1-beta)/3``. With ``beta`` itself
+            (the paper) ``m/a`` of one worker is as noisy as its gradient, and stays at 1 after a single gradient.
         weight_decay: decoupled weight decay.
-        server: ``"random"`` binarises the mean at random (the paper); ``"mean"`` sends vote counts back (variance falls
-            with n, for ``ceil(log2(n+1))`` bits per element on the way back); ``"majority"`` takes the majority
-            (deterministic, biased).
+        server: ``"feedback"`` sends the sign of the mean and keeps what it leaves out for the next step (``4/n`` bytes per
+            element), so that signs add up to the means with an error below 1; ``"random"`` binarises the mean at
+            random (the paper); ``"mean"`` sends vote counts back (for ``ceil(log2(n+1))`` bits per element on the way back);
+            ``"majority"`` takes the majority (deterministic, biased).
         denominator_floor: ``phi``, in ``[0, 1]``. Without it a coordinate that had a gradient once goes on at full speed until its
             ``a`` underflows, since m and a decay alike.
         draws: ``"stratified"``: draws of successive steps spread evenly, so that what a coordinate is moved by in several
@@ -87,7 +91,8 @@ class BinSGDM(OnebitOptimizer):
         beta: float = 0.7,
         weight_decay: float = 0.0,
         *,
-        server: str = "random",
+        magnitude_beta: float | None = None,
+        server: str = "feedback",
         denominator_floor: float = 1.0,
         draws: str = "stratified",
         seed: int = 0,
@@ -114,7 +119,7 @@ class BinSGDM(OnebitOptimizer):
         self._drawn: dict[int, Tensor] = {}
         super().__init__(
             params,
-            {"lr": lr, "beta": beta, "weight_decay": weight_decay},
+            {"lr": lr, "beta": beta, "magnitude_beta": magnitude_beta, "weight_decay": weight_decay},
             CommonOptions(
                 block_size=block_size,
                 max_grad_norm=max_grad_norm,
@@ -138,20 +143,19 @@ class BinSGDM(OnebitOptimizer):
         raise RuntimeError("BinSGDM.variance_l1(): BinSGDM keeps no second moments")
 
     def residual_ratio(self) -> float:
-        """0.0: BinSGDM is unbiased and keeps no residual."""
+        """0.0: no worker keeps a residual."""
         return 0.0
 
     # ----- update rule ------------------------------------------------------------------------------------------------
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
-        """``x -= lr*wd*x + lr*m/c``: the same direction, averaged instead of drawn."""
-        beta = group["beta"]
+        """``x -= lr*wd*x + lr*clip(m/c)``: the same direction, averaged instead of drawn."""
         for i in members:
             grad, m, a, x = self._grad(i).float(), self._moment("m", i), self._moment("a", i), self._weight(i)
-            m.mul_(beta).add_(grad, alpha=1 - beta)
-            a.mul_(beta).add_(grad.abs(), alpha=1 - beta)
+            m.lerp_(grad, _share(group["beta"], self._t[i] + 1))
+            a.lerp_(grad.abs(), _share(_magnitude_beta(group), self._t[i] + 1))
             c = torch.maximum(a, self._least(a))
-            direction = torch.where(c > 0, m / torch.where(c > 0, c, 1.0), 0.0)
+            direction = torch.where(c > 0, m / torch.where(c > 0, c, 1.0), 0.0).clamp_(-1.0, 1.0)
             x.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
 
     def _least(self, a: Tensor) -> Tensor:
@@ -215,14 +219,20 @@ class BinSGDM(OnebitOptimizer):
             return out.raw
         if guard := self._protected.get(bucket.index):
             guard.save()
+        factors = self._by_block(
+            "factors",
+            bucket,
+            lambda i: 1.0 - _share(self._group(i)["beta"], self._t[i]),
+            lambda i: _share(self._group(i)["beta"], self._t[i]) * self._grad_scale,
+            lambda i: 1.0 - _share(_magnitude_beta(self._group(i)), self._t[i]),
+            lambda i: _share(_magnitude_beta(self._group(i)), self._t[i]) * self._grad_scale,
+            alike=True,
+        )
         self._kernels.sample(
             bucket,
             lo,
             hi,
-            b=self._by_block("b", bucket, lambda i: self._group(i)["beta"], alike=True)[lo:hi],
-            o=self._by_block("o", bucket, lambda i: (1.0 - self._group(i)["beta"]) * self._grad_scale, alike=True)[
-                lo:hi
-            ],
+            factors=factors[:, lo:hi].contiguous(),
             g=shard if shard is not None else self._contribution(bucket),
             m=self._shard(bucket, "m"),
             a=self._shard(bucket, "a"),
@@ -254,6 +264,7 @@ class BinSGDM(OnebitOptimizer):
             self._key(0, SERVER_STREAM),
             bucket.first_block + chunk * count,
             out,
+            self._server_residual_of(bucket) if self._feeds_back else None,
         )
         return out.view(torch.uint8).view(-1)
 
@@ -283,12 +294,18 @@ class BinSGDM(OnebitOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_number("beta", group["beta"], least=0, below=1)
+        check_number("magnitude_beta", group["magnitude_beta"], least=0, below=1, optional=True)
 
     def _begin_exchange(self) -> None:
         self._drawn = {}
 
     def _guarded(self, bucket: Bucket) -> list[Tensor]:
-        return [self._shard(bucket, "m"), self._shard(bucket, "a")]
+        shard = [self._shard(bucket, "m"), self._shard(bucket, "a")]
+        return [*shard, self._server_residual_of(bucket)] if self._feeds_back else shard
+
+    @property
+    def _feeds_back(self) -> bool:
+        return bool(self.settings["server"] == "feedback")
 
     def _takes_new_parameters(self) -> bool:
         return True  # there is no warm-up that a newcomer could have missed
@@ -321,12 +338,27 @@ class BinSGDM(OnebitOptimizer):
                     "a parameter joins %s: blocks are dealt anew among the ranks of a node, and m and a start from zero",
                     self.algorithm,
                 )
+        if self._feeds_back and self.compresses:
+            self._server_residual = self._first_feedback()
         self._merge_due = bool(kept)
         live = torch.zeros(self._known_plan().elements, dtype=torch.bool, device=self._device)
         for slot, i in enumerate(self._slots):
             if "live" in (state := kept.get(id(self._params[i]), {})):
                 self._part(live, slot).copy_(state["live"])
         self._set_live(live)
+
+    def _first_feedback(self) -> Tensor:
+        """Uniform draws in (-1, 1): from zero, all coordinates whose votes cancel would go up and down together."""
+        ranks, size = self._ranks(), self.options.block_size
+        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        key = draw_key(self.settings["seed"], 0, 0, SERVER_STREAM, stratified=False)
+        parts = [torch.zeros(0, device=self._device)]
+        for bucket in self._buckets():
+            count = bucket.blocks // ranks.size
+            parts.append(
+                uniform(draw_hash(key, bucket.first_block + chunk * count, count, size, self._device)).flatten()
+            )
+        return torch.cat(parts)
 
     def _set_live(self, flat: Tensor) -> None:
         """Packs the bitmap of live coordinates from bools over all blocks."""
@@ -360,12 +392,17 @@ class BinSGDM(OnebitOptimizer):
             yield "live", torch.cat([unpack_bits(words).flatten() for words in self._live])
 
     def _rank_state(self) -> dict[str, Tensor]:
-        return {"momentum": self._flat["m"], "magnitude": self._flat["a"]} if self._flat else {}
+        if not self._flat:
+            return {}
+        feedback = {} if self._server_residual is None else {"server_residual": self._server_residual}
+        return {"momentum": self._flat["m"], "magnitude": self._flat["a"], **feedback}
 
     def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
         for key, name in self._replicated.items():
             if key in tensors:  # nothing was saved before the first step
                 self._flat[name].copy_(tensors[key])
+        if self._server_residual is not None and "server_residual" in tensors:
+            self._server_residual.copy_(tensors["server_residual"])
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         self._phase = Phase.COMPRESSED
@@ -376,3 +413,13 @@ class BinSGDM(OnebitOptimizer):
         self._set_live(flat)
         if self._transport is not None:
             self._renew_reducer()
+
+
+def _magnitude_beta(group: dict[str, Any]) -> float:
+    given = group["magnitude_beta"]
+    return float(1.0 - (1.0 - group["beta"]) / 3.0 if given is None else given)
+
+
+def _share(beta: float, step: int) -> float:
+    """Weight of the newest of ``step`` values in an average whose weights fall by ``beta`` per step and add up to 1."""
+    return (1.0 - beta) / (1.0 - beta ** max(1, step))  # a parameter that sits out may have had none

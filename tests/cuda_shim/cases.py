@@ -246,9 +246,11 @@ def sample(w: World, gradient: str, phi: float = 1.0) -> Results:
     m, a = w.put(m), w.put(a)
     g = {"flat": w.flat, "spans": w.spans, "odd": w.odd_spans}[gradient]()
     out = w.payload(w.blocks // w.row_blocks, w.row_blocks, fill=False, scales=False)
-    b, o = w.factors(w.blocks), w.factors(w.blocks)
+    factors = w.put(torch.stack([w.factors(w.blocks).cpu() for _ in range(4)]))
     key = draw_key(7, 3, 1, WORKER_STREAM)
-    w.kernels.sample(w.bucket, 0, w.blocks, b=b, o=o, g=g, m=m, a=a, phi=phi, key=key, first_block=2**32 - 3, out=out)
+    w.kernels.sample(
+        w.bucket, 0, w.blocks, factors=factors, g=g, m=m, a=a, phi=phi, key=key, first_block=2**32 - 3, out=out
+    )
     return [m, a, out.raw]
 
 
@@ -256,8 +258,9 @@ def vote(w: World, mode: str, rows: int) -> Results:
     received = w.payload(rows, w.blocks, fill=True, scales=False)
     planes = rows.bit_length() if mode == "mean" else 1
     out = w.put(torch.full((w.blocks, planes, w.size // 32), -1, dtype=torch.int32))
-    w.kernels.vote(received, w.bucket.lengths, mode, draw_key(1, 2, 3, SERVER_STREAM), 5, out)
-    return [out]
+    carry = w.put(w.host_flat().clamp(-1.0, 1.0)) if mode == "feedback" else None
+    w.kernels.vote(received, w.bucket.lengths, mode, draw_key(1, 2, 3, SERVER_STREAM), 5, out, carry)
+    return [out] if carry is None else [out, carry]
 
 
 def apply_votes(w: World, mean_of: int | None) -> Results:
@@ -303,7 +306,7 @@ CASES: dict[str, Callable[[World], Results]] = {
     "sample without a floor": lambda w: sample(w, "spans", 0.0),
     **{
         f"vote {mode} {rows}": (lambda w, mode=mode, rows=rows: vote(w, mode, rows))
-        for mode in ("random", "majority", "mean")
+        for mode in ("random", "majority", "mean", "feedback")
         for rows in (1, 2, 5)
     },
     **{f"apply_votes {n}": (lambda w, n=n: apply_votes(w, n)) for n in (None, 1, 6)},

@@ -25,6 +25,7 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
         local_step_clipper=4,
         **k,
     ),
+    "binsgdm feedback": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, **k),
     "binsgdm random": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, server="random", **k),
     "binsgdm mean": lambda p, **k: BinSGDM(p, lr=0.01, server="mean", **k),
     "binsgdm majority": lambda p, **k: BinSGDM(p, lr=0.01, server="majority", **k),

@@ -10,8 +10,14 @@ import numpy as np
 from oracle.blocks import Array, blocks, node_means
 from oracle.common import Gradients, finite, flatten, present, zero_if_missing
 
-#: ``uniform(t, i, l)``: the draws in (-1, 1) of step t for all elements of tensor l; i is the worker, or "server"
+#: ``uniform(t, i, l)``: the draws in (-1, 1) of step t for all elements of tensor l; i is the worker, or "server"; with t = 0 the
+#: server's feedback before the first step
 Uniform = Callable[[int, "int | str", int], Array]
+
+
+def share(b: float, k: int) -> float:
+    """Weight of the newest of k values in an average whose weights fall by b per value and add up to 1."""
+    return (1 - b) / (1 - b**k)
 
 
 def Q(y: Array, U: Array) -> Array:
@@ -27,11 +33,12 @@ class BinSGDM:
         n: workers.
         uniform: where the draws come from, so that the library's counter-based hash can be injected.
         lr: learning rate.
-        b: the one decay of both averages.
+        b: decay of m.
+        ba: decay of a; None: a memory three times as long as that of m.
         wd: decoupled weight decay; acts on every coordinate, moved or not.
         phi: floor of the denominators relative to the root mean square of their block; 0 is the paper.
         block_size: elements of a block.
-        server: ``"random"`` (the paper), ``"mean"`` (vote counts) or ``"majority"`` (a tie is drawn).
+        server: ``"feedback"``, ``"random"`` (the paper), ``"mean"`` (vote counts) or ``"majority"`` (a tie is drawn).
         ranks_per_node: hierarchical exchange: gradients are averaged within nodes, the workers are the nodes.
 
     Attributes:
@@ -46,21 +53,25 @@ class BinSGDM:
         uniform: Uniform,
         lr: float = 1e-3,
         b: float = 0.7,
+        ba: float | None = None,
         wd: float = 0.0,
         phi: float = 1.0,
         block_size: int = 2048,
-        server: str = "random",
+        server: str = "feedback",
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
         self.uniform, self.lr, self.b, self.wd, self.server = uniform, lr, b, wd, server
         self.phi, self.block_size = phi, block_size
+        self.ba = 1 - (1 - b) / 3 if ba is None else ba
         self.ranks_per_node = ranks_per_node
         self.n = n // ranks_per_node
         sizes = [a.size for a in self.x]
         self.m = [[np.zeros(size) for size in sizes] for _ in range(self.n)]
         self.a = [[np.zeros(size) for size in sizes] for _ in range(self.n)]
         self.seen = [np.zeros(size, dtype=bool) for size in sizes]
+        self.d = [uniform(0, "server", l) if server == "feedback" else np.zeros(0) for l in range(len(sizes))]
+        self.k = [0] * len(sizes)  # steps of each tensor
         self.steps = self.skipped = 0
 
     def step(self, g: Gradients) -> None:
@@ -77,15 +88,17 @@ class BinSGDM:
 
     def _step(self, t: int, l: int, g: Sequence[Array]) -> None:
         votes = []
+        self.k[l] += 1
+        w, wa = share(self.b, self.k[l]), share(self.ba, self.k[l])
         for i in range(self.n):
-            self.m[i][l] = self.b * self.m[i][l] + (1 - self.b) * g[i]  # m_i = b m_i + (1-b) g_i
-            self.a[i][l] = self.b * self.a[i][l] + (1 - self.b) * np.abs(g[i])  # a_i = b a_i + (1-b)|g_i|
+            self.m[i][l] = (1 - w) * self.m[i][l] + w * g[i]
+            self.a[i][l] = (1 - wa) * self.a[i][l] + wa * np.abs(g[i])
             m, a = self.m[i][l], self.a[i][l]
             c = a.copy()
             for b in blocks(a.size, self.block_size):
                 c[b] = np.maximum(a[b], self.phi * np.sqrt(np.mean(a[b] ** 2)))  # c_i = max(a_i, phi * rms(a_i))
             y = np.divide(m, c, out=np.zeros_like(m), where=c != 0)  # 0/0 counts as 0
-            votes.append(Q(y, self.uniform(t, i, l)))  # u_i = Q(m_i/c_i)
+            votes.append(Q(np.clip(y, -1, 1), self.uniform(t, i, l)))  # u_i = Q(clip(m_i/c_i))
         if t & (t - 1) == 0:  # t = 1, 2, 4, 8, ...: the bitmap is merged over the ranks
             for i in range(self.n):
                 self.seen[l] |= self.a[i][l] != 0
@@ -94,6 +107,10 @@ class BinSGDM:
             ubar = Q(mean, self.uniform(t, "server", l))  # ubar = Q((1/n) sum_i u_i), drawn once
         elif self.server == "mean":
             ubar = mean
+        elif self.server == "feedback":
+            z = mean + self.d[l]
+            ubar = np.where(z >= 0, 1.0, -1.0)
+            self.d[l] = z - ubar
         else:
             ubar = np.where(mean == 0, Q(mean, self.uniform(t, "server", l)), np.sign(mean))
         # x -= lr*wd*x + lr*ubar, and ubar counts only where some worker has ever had a gradient
