@@ -178,9 +178,10 @@ def unpack(w: World) -> Results:
 
 
 def gather(w: World, shift: int) -> Results:
-    out = w.put(torch.full((w.bucket.elements,), float("nan")))
-    w.kernels.gather(w.bucket, w.spans(shift=shift), out)
-    return [out]
+    outs = [w.put(torch.full((w.bucket.elements,), float("nan"))) for _ in range(2)]
+    for out, missing in zip(outs, (1, None), strict=True):
+        w.kernels.gather(w.bucket, w.spans(missing=missing, shift=shift), out)
+    return outs
 
 
 def gather_odd(w: World) -> Results:
@@ -191,10 +192,13 @@ def gather_odd(w: World) -> Results:
 
 def scatter(w: World, shift: int) -> Results:
     flat = w.host_flat()
-    flat[::7] = 1.0 + flat[::7].abs().clamp(max=1) * 2**-9  # ties and near ties of 16-bit rounding
-    spans = w.spans(shift=shift)
-    w.kernels.scatter(w.bucket, w.put(flat.clamp(-6e4, 6e4)), spans)
-    return _present(spans)
+    for first, half in ((0, 2**-8), (1, 2**-11)):  # ties of rounding to bf16 and to fp16, every other one up
+        ties = flat[first::7]
+        ties.copy_(1.0 + torch.arange(len(ties)) % 64 * half)
+    source, some, every = w.put(flat.clamp(-6e4, 6e4)), w.spans(shift=shift), w.spans(missing=None, shift=shift)
+    for spans in (some, every):
+        w.kernels.scatter(w.bucket, source, spans)
+    return _present(some + every)
 
 
 def scatter_odd(w: World) -> Results:
