@@ -66,7 +66,9 @@ def test_kernel_reproduces_the_reference_bit_for_bit(kernels: Any, name: str) ->
             assert not found, f"block_size {block_size}, sizes {sizes}: {found}"
 
 
-@pytest.mark.parametrize("name", ["compress packed flat", "reduce 3", "lamb_update packed"])
+@pytest.mark.parametrize(
+    "name", ["compress packed flat", "reduce 3", "lamb_update packed", "compress packed spans, bf16 residual"]
+)
 def test_blocks_with_more_lanes_than_shared_memory_holds(kernels: Any, name: str) -> None:
     theirs = cases.CASES[name](cases.world(ReferenceKernels(), lambda t: t, 2**19, (2**19 + 5,)))
     ours = cases.CASES[name](cases.world(kernels, put, 2**19, (2**19 + 5,)))
@@ -251,14 +253,11 @@ def test_compute_sanitizer_finds_nothing(kernels: Any, tool: str) -> None:
 # ----- optimizers ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", list(training.OPTIMIZERS))
-def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(
-    kernels: Any, name: str, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("name", "kind"), training.runs(*training.KINDS))
+def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(kernels: Any, name: str, kind: str) -> None:
     """From the gradients to the parameters, on the device, in every phase."""
-    ours = training.run(name, "cuda", DEVICE, None, dtype)
-    theirs = training.run(name, "reference", DEVICE, None, dtype)
+    ours = training.run(name, "cuda", DEVICE, None, kind)
+    theirs = training.run(name, "reference", DEVICE, None, kind)
     assert not cases.differences(ours, theirs)
 
 

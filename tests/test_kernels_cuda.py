@@ -75,7 +75,9 @@ def test_kernel_reproduces_the_reference_bit_for_bit(shims: dict[str, CudaKernel
                 assert not found, f"block_size {block_size}, sizes {sizes}, threads {order}: {found}"
 
 
-@pytest.mark.parametrize("name", ["compress packed flat", "reduce 3", "lamb_update packed"])
+@pytest.mark.parametrize(
+    "name", ["compress packed flat", "reduce 3", "lamb_update packed", "compress packed spans, bf16 residual"]
+)
 def test_blocks_with_more_lanes_than_shared_memory_holds(shims: dict[str, CudaKernels], name: str) -> None:
     assert not compare(shims["shuffled"], name, 2**19, (2**19 + 5,))
 
@@ -92,13 +94,14 @@ def test_every_kernel_of_the_file_is_compared(shims: dict[str, CudaKernels]) -> 
 def test_sixteen_byte_loads_are_used_where_alignment_allows(shims: dict[str, CudaKernels]) -> None:
     kernels = CudaKernels(ShimRuntime())
     runtime = runtime_of(kernels)
-    for block_size, kernel in [(2048, "onebit_compress_vectors_flat"), (96, "onebit_compress_flat")]:
+    for name, suffix in [("compress flat flat", ""), ("compress flat flat, bf16 residual", "_bf16")]:
+        for block_size, kernel in [(2048, "onebit_compress_vectors_flat"), (96, "onebit_compress_flat")]:
+            runtime.launches.clear()
+            assert not compare(kernels, name, block_size, (5000,))
+            assert runtime.launches == [kernel + suffix]
         runtime.launches.clear()
-        assert not compare(kernels, "compress flat fp32", block_size, (5000,))
-        assert runtime.launches == [kernel]
-    runtime.launches.clear()
-    assert not compare(kernels, "compress flat flat", 2048, (5000,), unaligned)
-    assert runtime.launches == ["onebit_compress_flat"]
+        assert not compare(kernels, name, 2048, (5000,), unaligned)
+        assert runtime.launches == ["onebit_compress_flat" + suffix]
 
 
 @pytest.mark.parametrize("block_size", [96, 2048])
@@ -111,10 +114,9 @@ def test_tensors_that_begin_anywhere_in_memory_give_the_same_bits(
         assert not found, f"{name}: {found}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", list(training.OPTIMIZERS))
+@pytest.mark.parametrize(("name", "kind"), training.runs("fp32", "bf16", "bf16 residuals"))
 def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(
-    shims: dict[str, CudaKernels], monkeypatch: pytest.MonkeyPatch, name: str, dtype: torch.dtype
+    shims: dict[str, CudaKernels], monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
     """Two ranks, every phase, from the gradients to the parameters."""
     monkeypatch.setitem(registry._FACTORIES, "cpu", lambda: shims["shuffled"])
@@ -122,9 +124,11 @@ def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(
     try:
         launches = runtime_of(shims["shuffled"]).launches
         launches.clear()
-        ours = SimulatedWorld(2, timeout=60).run(lambda group: training.run(name, "cpu", "cpu", group, dtype))
+        ours = SimulatedWorld(2, timeout=60).run(lambda group: training.run(name, "cpu", "cpu", group, kind))
         assert launches, "the kernels were not used"
-        theirs = SimulatedWorld(2, timeout=60).run(lambda group: training.run(name, "reference", "cpu", group, dtype))
+        exchanges = [n for n in launches if "compress" in n or "reduce" in n]
+        assert all(n.endswith("_bf16") == (kind == "bf16 residuals") for n in exchanges)
+        theirs = SimulatedWorld(2, timeout=60).run(lambda group: training.run(name, "reference", "cpu", group, kind))
     finally:
         registry._load.cache_clear()
     for mine, other in zip(ours, theirs, strict=True):
@@ -305,6 +309,10 @@ def test_bad_arguments_are_named(shims: dict[str, CudaKernels]) -> None:
     with pytest.raises(ValueError, match="g as spans needs the whole bucket, got blocks 0 to 1"):
         part = Packed.empty(1, 1, 64)
         kernels.compress(w.bucket, 0, 1, a=None, m=None, b=one[:1], g=w.spans(), e=w.flat()[:64], out=part)
+    with pytest.raises(ValueError, match=r"e must be \d+ contiguous elements of torch.float32 .* torch.float16"):
+        kernels.compress(w.bucket, 0, w.blocks, a=None, m=None, b=None, g=None, e=w.flat().half(), out=w.output())
+    with pytest.raises(ValueError, match=r"d must be \d+ contiguous elements of torch.bfloat16"):
+        kernels.reduce(w.momentum(), w.bucket.lengths, w.flat().bfloat16(), w.payload(1, w.row_blocks, fill=False), 1.0)
     with pytest.raises(ValueError, match="out must hold"):
         kernels.compress(w.bucket, 0, w.blocks, a=None, m=None, b=None, g=None, e=w.flat(), out=Packed.empty(1, 1, 64))
     with pytest.raises(ValueError, match="out must be one row, got 2"):

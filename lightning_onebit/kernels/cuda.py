@@ -34,6 +34,7 @@ CUDA_MAJORS = (12, 13)  # those that there is an extra for
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FP32_ONLY = {torch.float32: 0}
+_RESIDUALS = {torch.float32: "", torch.bfloat16: "_bf16"}  # how the names of kernels end that keep residuals so
 _MAX_THREADS = 256  # of one compression block: lanes beyond are shared out among them
 _GROUP_THREADS = 64  # small compression blocks share a thread block of about this size
 _SHARED_BYTES = 48 * 1024  # what a thread block may have on every device without asking
@@ -314,6 +315,11 @@ class CudaKernels(ReferenceKernels):
             )
         return tensor.data_ptr()
 
+    def _residual(self, tensor: Tensor, name: str, numel: int) -> tuple[int, str]:
+        """Address of residuals, fp32 or, in half the memory, bf16; and how the names of the kernels for them end."""
+        dtype = torch.bfloat16 if tensor.dtype is torch.bfloat16 else torch.float32
+        return self._address(tensor, name, numel, dtype), _RESIDUALS[dtype]
+
     def _payload(
         self, packed: Packed, name: str, blocks: int, block_size: int, has_scales: bool = True
     ) -> tuple[int, int, int]:
@@ -507,19 +513,17 @@ class CudaKernels(ReferenceKernels):
                 if blocks != bucket.blocks:
                     raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
                 bound = self._bind(bucket, g, "g", device)
-        whole = e.float()  # itself, unless residuals are kept in 16 bits
-        residual = self._address(whole, "e", elements)
+        residual, suffix = self._residual(e, "e", elements)
         lanes = size // BITS_PER_WORD
-        wide = lanes % 4 == 0 and lanes <= _MAX_THREADS and residual % 16 == 0 and flat_m % 16 == 0
+        aligned = residual % (4 * e.element_size()) == 0 and flat_m % 16 == 0
+        wide = lanes % 4 == 0 and lanes <= _MAX_THREADS and aligned
         arguments = (
             *(self._lengths(bucket, lo), factor_m, flat_m, *packed_m, factor_g, flat_g),
             *(*(bound.tables if bound is not None else (0, 0)), residual),
             *self._payload(out, "out", blocks, size),
         )
-        name = f"compress_vectors_{kind}" if wide else f"compress_{kind}"
+        name = f"compress_vectors_{kind}{suffix}" if wide else f"compress_{kind}{suffix}"
         self._launch(name, device, size, blocks, arguments, accumulators=1, staged=wide)
-        if whole is not e:
-            e.copy_(whole)
 
     def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
@@ -528,14 +532,12 @@ class CudaKernels(ReferenceKernels):
             raise ValueError(f"out must be one row, got {out.rows}")
         address, stride, _ = self._payload(received, "received", received.rows * blocks, size)
         target, target_stride, _ = self._payload(out, "out", blocks, size)
-        whole = d.float()
+        residual, suffix = self._residual(d, "d", blocks * size)
         arguments = (
             *(received.rows, address, stride, self._address(lengths, "lengths", blocks, torch.int32)),
-            *(self._address(whole, "d", blocks * size), target, target_stride, np.float32(inv_n)),
+            *(residual, target, target_stride, np.float32(inv_n)),
         )
-        self._launch("reduce", d.device, size, blocks, arguments, accumulators=1)
-        if whole is not d:
-            d.copy_(whole)
+        self._launch(f"reduce{suffix}", d.device, size, blocks, arguments, accumulators=1)
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
         """Bits and scales to flat fp32, 0 on padding."""

@@ -109,6 +109,28 @@ DEVICE u16 float_to_half(float x) {  // to nearest, ties to even
   return static_cast<u16>(h | sign >> 16);
 }
 
+// An element of a residual: a float, or this in half the memory. Kernels take its type as a template's argument E.
+struct Bfloat {
+  u16 bits;
+};
+
+DEVICE float value(float x) { return x; }
+DEVICE float value(Bfloat x) { return bfloat_to_float(x.bits); }
+DEVICE void store(float* p, float x) { *p = x; }
+DEVICE void store(Bfloat* p, float x) { p->bits = float_to_bfloat(x); }
+
+DEVICE void load4(float* v, const Bfloat* p) {
+  const uint2 x = *reinterpret_cast<const uint2*>(p);
+  v[0] = as_float(x.x << 16), v[1] = as_float(x.x & 0xffff0000u);
+  v[2] = as_float(x.y << 16), v[3] = as_float(x.y & 0xffff0000u);
+}
+DEVICE void store4(Bfloat* p, const float* v) {
+  uint2 x;
+  x.x = float_to_bfloat(v[0]) | static_cast<u32>(float_to_bfloat(v[1])) << 16;
+  x.y = float_to_bfloat(v[2]) | static_cast<u32>(float_to_bfloat(v[3])) << 16;
+  *reinterpret_cast<uint2*>(p) = x;
+}
+
 DEVICE float widen(u32 x, int dtype) { return dtype == kBfloat16 ? bfloat_to_float(x) : half_to_float(x); }
 
 DEVICE float load1(const char* base, int dtype, int i) {
@@ -307,8 +329,8 @@ DEVICE float scale_of(float sum, int length) { return length > 0 ? root(div(sum,
 // A maker has `template <int P> void planes(float (&y)[P], int lane, int plane)`: y of planes plane .. plane+P-1 of a lane.
 
 // One lane per thread, all planes in registers.
-template <class Maker>
-DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc) {
+template <class Maker, class E>
+DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc) {
   float y[kPlanes];
   if (h.live) maker.template planes<kPlanes>(y, h.t, 0);
   float sum = 0.0f;
@@ -328,7 +350,7 @@ DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, fl
 #pragma unroll
   for (int k = 0; k < kPlanes; ++k) {
     const int i = k * h.lanes + h.t;
-    residual[i] = i < length ? sub(y[k], with_sign_of(scale, y[k])) : 0.0f;
+    store(residual + i, i < length ? sub(y[k], with_sign_of(scale, y[k])) : 0.0f);
   }
 }
 
@@ -367,8 +389,41 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float
     }
 }
 
+// The same where the residual has no room for y: it is made twice, the second time from what the first has left in the cache.
 template <class Maker>
-DEVICE void quantize(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc) {
+DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloat* residual, const Bits& out, float* acc) {
+  const int part = 8;
+  float scale = 0.0f;
+#pragma unroll 1  // one copy of the maker's code
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int lane = h.t; lane < h.lanes; lane += h.T) {
+      float sum = 0.0f;
+      u32 word = 0;
+      for (int k = 0; k < kPlanes; k += part) {
+        float y[part];
+        if (h.live) maker.template planes<part>(y, lane, k);
+#pragma unroll
+        for (int q = 0; q < part; ++q) {
+          const int i = (k + q) * h.lanes + lane;
+          if (!h.live || i >= length) y[q] = 0.0f;
+          sum = add(sum, mul(y[q], y[q]));
+          word |= (bits_of(y[q]) >> 31) << (k + q);
+          if (pass && h.live) store(residual + i, i < length ? sub(y[q], with_sign_of(scale, y[q])) : 0.0f);
+        }
+      }
+      if (pass) continue;
+      acc[lane] = sum;
+      if (h.live) out.words[lane] = word;
+    }
+    if (pass) return;
+    fold_lanes(acc, h);
+    scale = scale_of(acc[0], length);
+    if (h.live && h.t == 0) *out.scale = scale;
+  }
+}
+
+template <class Maker, class E>
+DEVICE void quantize(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc) {
   if (h.T == h.lanes)
     quantize_registers(maker, h, length, residual, out, acc);
   else
@@ -378,18 +433,18 @@ DEVICE void quantize(const Maker& maker, const Here& h, int length, float* resid
 enum Momentum { kNone, kFlat, kPacked };
 
 // y = ((a*m) + (b*g)) + e ; a missing term is +0.0
-template <int M> struct Worker {
+template <int M, class E> struct Worker {
   int lanes, length;
   float a, b;           // a: its product with the scale where m is packed, since a * -s == -(a * s)
   const float* m;       // kFlat
   const u32* m_words;   // kPacked
   Run g;                // fp32 where it is flat
-  const float* e;
+  const E* e;
 
   template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
     float kept[P], moment[P];
 #pragma unroll
-    for (int q = 0; q < P; ++q) kept[q] = e[(plane + q) * lanes + lane];
+    for (int q = 0; q < P; ++q) kept[q] = value(e[(plane + q) * lanes + lane]);
     if (M == kFlat) {
 #pragma unroll
       for (int q = 0; q < P; ++q) moment[q] = m[(plane + q) * lanes + lane];
@@ -415,13 +470,15 @@ struct CompressArguments {
   const float* g;
   const int* block_span;
   const Span* spans;
-  float* e;
+  void* e;
   char* out_raw;
   i64 out_stride, out_per_row;
 };
 
-template <int M> DEVICE Worker<M> worker_of(const CompressArguments& x, const Here& h) {
-  Worker<M> w;
+template <class E> DEVICE E* residual_of_block(void* e, int block, i64 block_size) { return static_cast<E*>(e) + block * block_size; }
+
+template <int M, class E> DEVICE Worker<M, E> worker_of(const CompressArguments& x, const Here& h) {
+  Worker<M, E> w;
   w.lanes = h.lanes;
   w.length = x.lengths[h.block];
   w.a = M == kNone ? 0.0f : x.a[h.block];
@@ -434,27 +491,28 @@ template <int M> DEVICE Worker<M> worker_of(const CompressArguments& x, const He
   }
   w.g = x.spans != nullptr ? run_of_block(x.block_span, x.spans, h.block, x.block_size) : flat_run(x.g, h.block, x.block_size);
   w.b = x.b != nullptr ? x.b[h.block] : 0.0f;
-  w.e = x.e + h.block * x.block_size;
+  w.e = residual_of_block<E>(x.e, h.block, x.block_size);
   return w;
 }
 
-template <int M> DEVICE void compress(const CompressArguments& x, char* scratch) {
+template <int M, class E> DEVICE void compress(const CompressArguments& x, char* scratch) {
   const Here h = here(x.block_size, x.blocks);
-  const Worker<M> w = worker_of<M>(x, h);
+  const Worker<M, E> w = worker_of<M, E>(x, h);
   const Bits out = bits_of_block(x.out_raw, x.out_stride, x.out_per_row, h.block, h.lanes);
-  quantize_staged(w, h, w.length, x.e + h.block * x.block_size, out, accumulators(h, scratch, 1));
+  E* residual = residual_of_block<E>(x.e, h.block, x.block_size);
+  quantize_staged(w, h, w.length, residual, out, accumulators(h, scratch, 1));
 }
 
-// The same with 16-byte loads and stores. Squares must be added in the order of the planes, which the vector layout deals to
+// The same with 16-byte loads and stores (8 bytes of 16-bit values). Squares must be added in the order of the planes, which the vector layout deals to
 // several threads; so y goes through shared memory to a layout in which a thread owns a lane.
-template <int M> DEVICE void compress_vectors(const CompressArguments& x) {
+template <int M, class E> DEVICE void compress_vectors(const CompressArguments& x) {
   const Here h = here(x.block_size, x.blocks);
   const Vectors at = Vectors::of(h);
-  const Worker<M> w = worker_of<M>(x, h);
+  const Worker<M, E> w = worker_of<M, E>(x, h);
   const Bits out = bits_of_block(x.out_raw, x.out_stride, x.out_per_row, h.block, h.lanes);
   float* staged = reinterpret_cast<float*>(shared_memory) + h.group * (kPlanes + 1) * h.lanes;
   float* acc = staged + kPlanes * h.lanes;
-  float* residual = x.e + h.block * x.block_size;
+  E* residual = residual_of_block<E>(x.e, h.block, x.block_size);
   float y[4 * kChunks], kept[4 * kChunks];
   if (h.live) {
     u32 words[4] = {0u, 0u, 0u, 0u};
@@ -503,17 +561,17 @@ template <int M> DEVICE void compress_vectors(const CompressArguments& x) {
 }
 
 // z = (C_0 + C_1 + ...) * inv_n + d
-struct Server {
+template <class E> struct Server {
   char* raw;
   i64 stride, per_row, rows;
   int block, lanes;
   float inv_n;
-  const float* d;
+  const E* d;
 
   template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
     float kept[P];
 #pragma unroll
-    for (int q = 0; q < P; ++q) kept[q] = d[(plane + q) * lanes + lane];
+    for (int q = 0; q < P; ++q) kept[q] = value(d[(plane + q) * lanes + lane]);
     const float* scale = reinterpret_cast<const float*>(raw) + block;
     const u32* words = reinterpret_cast<const u32*>(raw + per_row * 4) + static_cast<i64>(block) * lanes + lane;
     const i64 row_step = stride / 4;
@@ -533,45 +591,34 @@ struct Server {
 
 // ----- entry points: the exchange ---------------------------------------------------------------------------------------------
 
-#define COMPRESS_PARAMETERS                                                                                             \
-  i64 block_size, i64 blocks, const int *lengths, const float *a, const float *m, char *m_raw, i64 m_stride,            \
-      i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, float *e, char *out_raw, \
+#define COMPRESS_PARAMETERS                                                                                            \
+  i64 block_size, i64 blocks, const int *lengths, const float *a, const float *m, char *m_raw, i64 m_stride,           \
+      i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, void *e, char *out_raw, \
       i64 out_stride, i64 out_per_row, char *scratch
 #define COMPRESS_ARGUMENTS                                                                                              \
   {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, e, out_raw, out_stride, out_per_row}
 
-// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither
-KERNEL onebit_compress_none(COMPRESS_PARAMETERS) {
-  const CompressArguments x = COMPRESS_ARGUMENTS;
-  compress<kNone>(x, scratch);
-}
-KERNEL onebit_compress_flat(COMPRESS_PARAMETERS) {
-  const CompressArguments x = COMPRESS_ARGUMENTS;
-  compress<kFlat>(x, scratch);
-}
-KERNEL onebit_compress_packed(COMPRESS_PARAMETERS) {
-  const CompressArguments x = COMPRESS_ARGUMENTS;
-  compress<kPacked>(x, scratch);
-}
-// for W % 4 == 0, W <= 256 and flats at multiples of 16 bytes
-KERNEL_128 onebit_compress_vectors_none(COMPRESS_PARAMETERS) {
-  const CompressArguments x = COMPRESS_ARGUMENTS;
-  compress_vectors<kNone>(x);
-}
-KERNEL_128 onebit_compress_vectors_flat(COMPRESS_PARAMETERS) {
-  const CompressArguments x = COMPRESS_ARGUMENTS;
-  compress_vectors<kFlat>(x);
-}
-KERNEL_128 onebit_compress_vectors_packed(COMPRESS_PARAMETERS) {
-  const CompressArguments x = COMPRESS_ARGUMENTS;
-  compress_vectors<kPacked>(x);
-}
+// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither; e: fp32, or Bfloat where the name says so
+KERNEL onebit_compress_none(COMPRESS_PARAMETERS) { compress<kNone, float>(COMPRESS_ARGUMENTS, scratch); }
+KERNEL onebit_compress_flat(COMPRESS_PARAMETERS) { compress<kFlat, float>(COMPRESS_ARGUMENTS, scratch); }
+KERNEL onebit_compress_packed(COMPRESS_PARAMETERS) { compress<kPacked, float>(COMPRESS_ARGUMENTS, scratch); }
+KERNEL onebit_compress_none_bf16(COMPRESS_PARAMETERS) { compress<kNone, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
+KERNEL onebit_compress_flat_bf16(COMPRESS_PARAMETERS) { compress<kFlat, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
+KERNEL onebit_compress_packed_bf16(COMPRESS_PARAMETERS) { compress<kPacked, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
+// for W % 4 == 0, W <= 256, flats at multiples of 16 bytes and e at one of four elements
+KERNEL_128 onebit_compress_vectors_none(COMPRESS_PARAMETERS) { compress_vectors<kNone, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_flat(COMPRESS_PARAMETERS) { compress_vectors<kFlat, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_packed(COMPRESS_PARAMETERS) { compress_vectors<kPacked, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_none_bf16(COMPRESS_PARAMETERS) { compress_vectors<kNone, Bfloat>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_flat_bf16(COMPRESS_PARAMETERS) { compress_vectors<kFlat, Bfloat>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_packed_bf16(COMPRESS_PARAMETERS) { compress_vectors<kPacked, Bfloat>(COMPRESS_ARGUMENTS); }
 
-KERNEL_128 onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, float* d, char* out_raw,
-                     i64 out_stride, float inv_n, char* scratch) {
+template <class E>
+DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, E* d, char* out_raw,
+                   i64 out_stride, float inv_n, char* scratch) {
   const Here h = here(block_size, blocks);
-  float* residual = d + h.block * block_size;
-  Server server;
+  E* residual = d + h.block * block_size;
+  Server<E> server;
   server.raw = raw;
   server.stride = stride;
   server.per_row = blocks;
@@ -582,6 +629,15 @@ KERNEL_128 onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 st
   server.d = residual;
   const Bits out = bits_of_block(out_raw, out_stride, blocks, h.block, h.lanes);
   quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1));
+}
+
+KERNEL_128 onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, float* d, char* out_raw,
+                         i64 out_stride, float inv_n, char* scratch) {
+  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scratch);
+}
+KERNEL_128 onebit_reduce_bf16(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, Bfloat* d,
+                              char* out_raw, i64 out_stride, float inv_n, char* scratch) {
+  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scratch);
 }
 
 KERNEL onebit_unpack(i64 block_size, i64 blocks, char* raw, i64 stride, i64 per_row, const int* lengths, float* out) {

@@ -65,6 +65,13 @@ class World:
     def flat(self, *, positive: bool = False) -> Tensor:
         return self.put(self.host_flat(positive=positive))
 
+    def residual(self, dtype: torch.dtype) -> Tensor:
+        """A flat as residuals are kept; its third block is full of numbers that are denormal in bf16 as well."""
+        flat = self.host_flat()
+        tiny = flat.view(self.blocks, self.size)[2:3]
+        tiny.copy_(tiny.clamp(-1, 1) * 1e-39)
+        return self.put(flat.to(dtype))
+
     def factors(self, *shape: int, low: float = 0.0, high: float = 1.0) -> Tensor:
         return self.put(torch.from_numpy(self.rng.uniform(low, high, shape).astype(np.float32)))
 
@@ -136,8 +143,8 @@ def _present(tensors: Sequence[Tensor | None]) -> Results:
 # ----- the cases ----------------------------------------------------------------------------------------------------------------
 
 
-def compress(w: World, momentum: str, gradient: str) -> Results:
-    e, out = w.flat(), w.output()
+def compress(w: World, momentum: str, gradient: str, residual: torch.dtype = torch.float32) -> Results:
+    e, out = w.residual(residual), w.output()
     m = {"none": None, "flat": w.flat(), "packed": w.momentum()}[momentum]
     g = {
         "none": lambda: None,
@@ -147,6 +154,7 @@ def compress(w: World, momentum: str, gradient: str) -> Results:
         "bf16": lambda: w.spans(dtypes=DTYPES[1:2], missing=None),
         "shifted": lambda: w.spans(shift=1),
         "odd": w.odd_spans,
+        "tiny": lambda: w.residual(torch.float32),
     }[gradient]()
     a, b = w.factors(w.blocks), w.factors(w.blocks)
     w.kernels.compress(
@@ -155,18 +163,18 @@ def compress(w: World, momentum: str, gradient: str) -> Results:
     return [e, out.raw]
 
 
-def compress_range(w: World) -> Results:
+def compress_range(w: World, residual: torch.dtype = torch.float32) -> Results:
     lo, hi = w.row_blocks, 2 * w.row_blocks
     part = slice(lo * w.size, hi * w.size)
-    e, g, out = w.flat()[part], w.flat()[part], w.payload(1, w.row_blocks, fill=False)
+    e, g, out = w.residual(residual)[part], w.flat()[part], w.payload(1, w.row_blocks, fill=False)
     m = w.momentum().narrow(1, 1)
     a, b = w.factors(w.blocks), w.factors(w.blocks)
     w.kernels.compress(w.bucket, lo, hi, a=a[lo:hi], m=m, b=b[lo:hi], g=g, e=e, out=out)
     return [e, out.raw]
 
 
-def reduce(w: World, rows: int) -> Results:
-    received, d, out = w.payload(rows, w.blocks, fill=True), w.flat(), w.payload(1, w.blocks, fill=False)
+def reduce(w: World, rows: int, residual: torch.dtype = torch.float32) -> Results:
+    received, d, out = w.payload(rows, w.blocks, fill=True), w.residual(residual), w.payload(1, w.blocks, fill=False)
     w.kernels.reduce(received, w.bucket.lengths, d, out, 1.0 / rows)
     return [d, out.raw]
 
@@ -297,6 +305,12 @@ CASES: dict[str, Callable[[World], Results]] = {
     },
     "compress range": compress_range,
     **{f"reduce {rows}": (lambda w, rows=rows: reduce(w, rows)) for rows in (1, 2, 3, 7)},
+    **{
+        f"compress {m} {g}, bf16 residual": (lambda w, m=m, g=g: compress(w, m, g, torch.bfloat16))
+        for m, g in (("none", "none"), ("none", "tiny"), ("flat", "flat"), ("packed", "spans"), ("packed", "shifted"))
+    },
+    "compress range, bf16 residual": lambda w: compress_range(w, torch.bfloat16),
+    **{f"reduce {rows}, bf16 residual": (lambda w, rows=rows: reduce(w, rows, torch.bfloat16)) for rows in (1, 5)},
     "unpack": unpack,
     **{f"gather shifted {s}": (lambda w, s=s: gather(w, s)) for s in (0, 1)},
     **{f"scatter shifted {s}": (lambda w, s=s: scatter(w, s)) for s in (0, 1)},

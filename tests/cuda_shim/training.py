@@ -31,6 +31,19 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "binsgdm majority": lambda p, **k: BinSGDM(p, lr=0.01, server="majority", **k),
 }
 
+#: name -> dtype of the parameters and options
+KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.bfloat16, {}),
+    "fp16": (torch.float16, {}),
+    "bf16 residuals": (torch.float32, {"residual_dtype": "bfloat16"}),
+}
+
+
+def runs(*kinds: str) -> list[tuple[str, str]]:
+    """Every optimizer with every kind that it has (BinSGDM keeps no residuals)."""
+    return [(o, k) for o in OPTIMIZERS for k in kinds if not ("residuals" in k and o.startswith("binsgdm"))]
+
 
 def parameters(device: str, dtype: torch.dtype) -> list[nn.Parameter]:
     """Odd shapes, several orders of memory, one of them empty."""
@@ -41,13 +54,21 @@ def parameters(device: str, dtype: torch.dtype) -> list[nn.Parameter]:
     return [nn.Parameter(t) for t in tensors]
 
 
-def run(
-    name: str, kernels: str, device: str, group: Any, dtype: torch.dtype = torch.float32, steps: int = 8
-) -> list[Tensor]:
-    """The parameters after some steps on gradients drawn on the host; every rank of a simulated group draws its own."""
+def run(name: str, kernels: str, device: str, group: Any, kind: str = "fp32", steps: int = 8) -> list[Tensor]:
+    """The parameters after some steps on gradients drawn on the host; every rank of a simulated group draws its own.
+
+    Args:
+        name: of ``OPTIMIZERS``.
+        kernels: the backend.
+        device: of the parameters.
+        group: process group, or None.
+        kind: of ``KINDS``.
+        steps: how many.
+    """
+    dtype, options = KINDS[kind]
     params = parameters(device, dtype)
     optimizer = OPTIMIZERS[name](
-        params, kernels=kernels, process_group=group, block_size=64, bucket_mb=0.02, force_compression=True
+        params, kernels=kernels, process_group=group, block_size=64, bucket_mb=0.02, force_compression=True, **options
     )
     draw = torch.Generator().manual_seed(100 + (group.rank if isinstance(group, SimulatedGroup) else 0))
     for step in range(steps):
