@@ -128,7 +128,12 @@ class Model:
     """Parameters, gradients and the optimizer's state, cut into buckets."""
 
     def __init__(
-        self, elements: int, bucket_mb: float, device: torch.device, gradients: torch.dtype = torch.float32
+        self,
+        elements: int,
+        bucket_mb: float,
+        device: torch.device,
+        gradients: torch.dtype = torch.float32,
+        residuals: torch.dtype = torch.float32,
     ) -> None:
         self.device = device
         numels = [elements // TENSORS] * TENSORS
@@ -137,7 +142,7 @@ class Model:
         )
         self.x = [torch.randn(n, device=device) for n in numels]
         self.g = [torch.randn(n, device=device).mul_(1e-3).to(gradients) for n in numels]
-        self.e = self.flat(1e-4)
+        self.e = self.flat(1e-4).to(residuals)
         self.r = self.flat(1.0).abs_().add_(1.0)
         self.momentum = [self.payload(b.blocks) for b in self.buckets]
         self.sent = [self.payload(b.blocks) for b in self.buckets]
@@ -207,7 +212,8 @@ def measure_step(clock: Clock, report: Report, kernels: Any, model: Model, note:
             kernels.apply_adam(b, model.x_spans[k], model.sent[k], b.slice(model.r), decay, alpha)
 
     gradient_bytes = sum(t.numel() * t.element_size() for t in model.g)
-    compressed = 8 * model.plan.elements + gradient_bytes + 2 * model.payload_bytes
+    residual_bytes = 2 * model.e.element_size() * model.plan.elements
+    compressed = residual_bytes + gradient_bytes + 2 * model.payload_bytes
     applied = 12 * model.numel + model.payload_bytes
     return (
         report.add(clock(f"compress{note}", compressed, compress)),
@@ -215,14 +221,18 @@ def measure_step(clock: Clock, report: Report, kernels: Any, model: Model, note:
     )
 
 
-def measure_server(clock: Clock, report: Report, kernels: Any, model: Model, ranks: int) -> Row:
+def measure_server(clock: Clock, report: Report, kernels: Any, model: Model, ranks: int, note: str = "") -> Row:
     """What one rank of ``ranks`` does for its share of the model; on enough copies to leave the cache behind."""
-    blocks = max(1, model.plan.blocks // ranks)
-    one = Packed.row_bytes(blocks, BLOCK_SIZE) * (ranks + 1) + 8 * blocks * BLOCK_SIZE
+    blocks, dtype = max(1, model.plan.blocks // ranks), model.e.dtype
+    one = Packed.row_bytes(blocks, BLOCK_SIZE) * (ranks + 1) + 2 * dtype.itemsize * blocks * BLOCK_SIZE
     copies = 1 if model.device.type == "cpu" else max(1, -(-(1 << 30) // one))
     lengths = torch.full((blocks,), BLOCK_SIZE, dtype=torch.int32, device=model.device)
     sets = [
-        (model.payload(blocks, ranks), torch.randn(blocks * BLOCK_SIZE, device=model.device), model.payload(blocks))
+        (
+            model.payload(blocks, ranks),
+            torch.randn(blocks * BLOCK_SIZE, device=model.device, dtype=dtype),
+            model.payload(blocks),
+        )
         for _ in range(copies)
     ]
 
@@ -230,7 +240,7 @@ def measure_server(clock: Clock, report: Report, kernels: Any, model: Model, ran
         for received, d, out in sets:
             kernels.reduce(received, lengths, d, out, 1.0 / ranks)
 
-    return report.add(clock(f"reduce of {ranks} ranks", copies * one, reduce))
+    return report.add(clock(f"reduce of {ranks} ranks{note}", copies * one, reduce))
 
 
 def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> None:
@@ -526,6 +536,10 @@ def run(arguments: argparse.Namespace) -> Report:
         Model(arguments.elements, arguments.bucket_mb, device, torch.bfloat16),
         ", bf16 gradients",
     )
+    halves = Model(arguments.elements, arguments.bucket_mb, device, residuals=torch.bfloat16)
+    measure_step(clock, report, kernels, halves, ", bf16 residuals")
+    measure_server(clock, report, kernels, halves, 8, ", bf16 residuals")
+    del halves
     for bucket_mb in (4.0, 16.0, 64.0):
         small = Model(arguments.elements, bucket_mb, device)
         measure_step(clock, report, kernels, small, f", buckets of {bucket_mb:g} MB")
