@@ -119,6 +119,7 @@ class OnebitMixin(_Base):
         local_step_scaler: see ``ZeroOneAdam``.
         local_step_clipper: see ``ZeroOneAdam``.
         local_step_policy: see ``ZeroOneAdam``.
+        magnitude_beta: BinSGDM: decay of magnitudes, see ``BinSGDM``.
         server: BinSGDM: how votes are combined, see ``BinSGDM``.
         draws: BinSGDM: how draws of successive steps relate, see ``BinSGDM``.
         seed: BinSGDM: seed of its draws.
@@ -181,6 +182,7 @@ class OnebitMixin(_Base):
         local_step_clipper: int | None = None,
         local_step_policy: str | None = None,
         server: str | None = None,
+        magnitude_beta: float | None = None,
         draws: str | None = None,
         seed: int | None = None,
     ) -> None:
@@ -209,6 +211,7 @@ class OnebitMixin(_Base):
             "local_step_clipper": local_step_clipper,
             "local_step_policy": local_step_policy,
             "server": server,
+            "magnitude_beta": magnitude_beta,
             "draws": draws,
             "seed": seed,
         }

@@ -39,6 +39,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "lr": (*NUMBER, None, -1e-3),
     "betas": (0.9, "ab", (0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, "0.99"), None),
     "beta": (*NUMBER, None, -0.1, 1.0),
+    "magnitude_beta": (*NUMBER, -0.1, 1.0),
     "eps": (*NUMBER, None, -1e-8),
     "weight_decay": (*NUMBER, None, -0.1),
     "freeze_step": COUNT,

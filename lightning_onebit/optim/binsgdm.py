@@ -48,7 +48,7 @@ class BinSGDM(OnebitOptimizer):
             ``compress=False`` (averaged densely and updated with ``clip(m/c)`` itself, undrawn).
         lr: learning rate; about Adam's own is a good start.
         beta: decay of m, in ``[0, 1)``.
-        magnitude_beta: decay of a, in ``[0, 1)``; None: a memory three times as long, ``1 - (1-beta)/3``. With ``beta`` itself
+        magnitude_beta: decay of a, in ``[0, 1)``; None: a memory ten times as long, ``1 - (1-beta)/10``. With ``beta`` itself
             (the paper) ``m/a`` of one worker is as noisy as its gradient, and stays at 1 after a single gradient.
         weight_decay: decoupled weight decay.
         server: ``"feedback"`` sends the sign of the mean and keeps what it leaves out for the next step (``4/n`` bytes per
@@ -417,7 +417,7 @@ class BinSGDM(OnebitOptimizer):
 
 def _magnitude_beta(group: dict[str, Any]) -> float:
     given = group["magnitude_beta"]
-    return float(1.0 - (1.0 - group["beta"]) / 3.0 if given is None else given)
+    return float(1.0 - (1.0 - group["beta"]) / 10.0 if given is None else given)
 
 
 def _share(beta: float, step: int) -> float:
