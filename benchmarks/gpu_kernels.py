@@ -293,6 +293,11 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
         ),
         (
             "vote of 8 ranks",
+            eight.raw.numel() + 4 * votes.numel() + 8 * elements,
+            lambda: kernels.vote(eight, b.lengths, "feedback", server, 0, votes, flats[2]),
+        ),
+        (
+            "vote of 8 ranks, drawn",
             eight.raw.numel() + 4 * votes.numel(),
             lambda: kernels.vote(eight, b.lengths, "random", server, 0, votes),
         ),

@@ -97,6 +97,12 @@ class Case:
             d = torch.zeros(chunk * BLOCK)
             return lambda: kernels.reduce(received, bucket.lengths[:chunk], d, reply, 1 / rows)
 
+        def vote(rows: int) -> Callable[[], Any]:
+            chunk = blocks // rows
+            received = Packed.empty(rows, chunk, BLOCK, has_scales=False)
+            carry, reply = torch.zeros(chunk * BLOCK), torch.zeros((chunk, 1, BLOCK // 32), dtype=torch.int32)
+            return lambda: kernels.vote(received, bucket.lengths[:chunk], "feedback", (1, 2, 3), 0, reply, carry)
+
         return {
             "grad_stats": (4, lambda: kernels.grad_stats([self.g])),
             "compress": (12 + 2 * BITS, compress(self.old, [self.g])),
@@ -138,6 +144,7 @@ class Case:
                     ),
                 ),
             ),
+            "vote, 2 ranks": (8 / 2 + 1.5 / 8, vote(2)),
             "apply_votes": (
                 8 + 2 / 8,
                 lambda: kernels.apply_votes(

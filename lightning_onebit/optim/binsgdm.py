@@ -52,7 +52,7 @@ class BinSGDM(OnebitOptimizer):
             (the paper) ``m/a`` of one worker is as noisy as its gradient, and stays at 1 after a single gradient.
         weight_decay: decoupled weight decay.
         server: ``"feedback"`` sends the sign of the mean and keeps what it leaves out for the next step (``4/n`` bytes per
-            element), so that signs add up to the means with an error below 1; ``"random"`` binarises the mean at
+            element), so that signs add up to the means with an error below 2; ``"random"`` binarises the mean at
             random (the paper); ``"mean"`` sends vote counts back (for ``ceil(log2(n+1))`` bits per element on the way back);
             ``"majority"`` takes the majority (deterministic, biased).
         denominator_floor: ``phi``, in ``[0, 1]``. Without it a coordinate that had a gradient once goes on at full speed until its
