@@ -158,7 +158,7 @@ class Job:
     var_update_scaler: int = 16
     local_step_scaler: int | None = None
     local_step_clipper: int = 16
-    server: str = "random"
+    server: str = "feedback"
 
     def __post_init__(self) -> None:
         """Checks every number.
