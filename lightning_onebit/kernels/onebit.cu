@@ -1054,7 +1054,7 @@ DEVICE float uniform(u32 h) {  // exact
   return mul(static_cast<float>(static_cast<int>(h >> 9) * 2 + 1 - (1 << 23)), 1.1920928955078125e-7f);
 }
 
-// m = b*m + o*g ; a = b*a + o*|g| ; bit: not m > c*U with c = max(a, phi * rms of the block's a)
+// m = b1*m + o1*g ; a = b2*a + o2*|g| (factors: rows b1, o1, b2, o2) ; bit: not m > c*U with c = max(a, phi * rms of the block's a)
 KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* factors, const float* g,
                      const int* block_span, const Span* spans, float* m, float* a, float phi, i64 key0, i64 key1, i64 key2,
                      i64 first_block, char* out_raw, i64 out_stride, i64 out_per_row, char* scratch) {
@@ -1114,6 +1114,7 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
 enum VoteMode { kRandom = 0, kMajority = 1, kMean = 2, kFeedback = 3 };
 
 // Counts of negatives live in bit planes: plane p of `count` holds bit p of the counts of a word's 32 elements.
+// kFeedback: z = (n - 2c)*share + carried ; bit: not z >= 0 ; carried = z - sign
 KERNEL onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, i64 mode, i64 key0,
                    i64 key1, i64 key2, i64 first_block, u32* out, i64 planes, float share, float* carried) {
   const Here h = here(block_size, blocks);
