@@ -947,6 +947,7 @@ struct Sample {
 
 enum Mode : int { kRandom = 0, kMajority = 1, kMean = 2, kFeedback = 3 };
 
+// kFeedback: z = (n - 2c)*share + carry ; negative where not z >= 0 ; carry = z - sign
 struct Vote {
   int64_t lanes;
   int rows, mode, planes;
