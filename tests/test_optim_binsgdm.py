@@ -386,6 +386,19 @@ def test_a_single_process_steps_by_m_over_c_itself(phi: float) -> None:
     assert optimizer.next_step_is_dense and optimizer.ledger.total.bytes_sent == 0
 
 
+def test_magnitudes_are_remembered_ten_times_as_long_unless_told_otherwise() -> None:
+    def final(**options: float) -> list[torch.Tensor]:
+        made = Problem(6, {"lr": 0.01, "beta": 0.8, **options}, shapes=SMALL, algorithm="binsgdm")
+        params = made.parameters()
+        optimizer = made.build(params)
+        for t in range(6):
+            made.put(params, t, 0)
+            optimizer.step()
+        return [p.detach() for p in params]
+
+    assert equal(final(), final(magnitude_beta=0.98)) and not equal(final(), final(magnitude_beta=0.8))
+
+
 def test_force_compression_draws_in_a_world_of_one() -> None:
     p = torch.nn.Parameter(torch.zeros(200))
     optimizer = BinSGDM([p], lr=0.5, force_compression=True)
