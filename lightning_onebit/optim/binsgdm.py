@@ -203,7 +203,7 @@ class BinSGDM(OnebitOptimizer):
         return None if self._merging else super().local(bucket)
 
     def _look_up(self, bucket: Bucket) -> None:
-        """See the base; there are no residuals, and the worker side is made when its bits are drawn."""
+        """See the base; no worker keeps a residual, and the worker side is made when its bits are drawn."""
         self._bind_weights(bucket)
         self._kernels.prepare(bucket, self._bind_grads(bucket), "g")
 
