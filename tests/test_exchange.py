@@ -115,6 +115,13 @@ def exchange_worker(
     return {"packed": packed, "e": codec.e, "d": codec.d, "seen": seen, "order": codec.order, "total": ledger.total}
 
 
+def exchanges_worker(
+    rank: int, world: int, settings: list[tuple[tuple[int, ...], int, int, int, int]], depth: int
+) -> list[dict[str, Any]]:
+    """Several exchanges after another, each with state of its own: processes are started once for all of them."""
+    return [exchange_worker(rank, world, *setting, depth) for setting in settings]
+
+
 def simulate(
     sizes: tuple[int, ...], block_size: int, bucket_elements: int, world: int, steps: int, ranks_per_node: int
 ) -> Any:
@@ -189,10 +196,10 @@ SIZES = [(0,), (1,), (7,), (8,), (9,), (33, 0, 64), (301, 5, 1000)]
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5])
 def test_exchange_is_bitwise_the_simulated_one_on_both_sides(world: int) -> None:
     """Bits and scales everywhere, worker residuals and server residuals, after several steps, over several buckets."""
-    for sizes in SIZES:
-        # buckets of one block per rank, so that the larger sizes need several
-        setting = (sizes, 32, 32 * world, 3, 1)
-        results = run_ranks(exchange_worker, world, *setting, 3)
+    # buckets of one block per rank, so that the larger sizes need several
+    settings = [(sizes, 32, 32 * world, 3, 1) for sizes in SIZES]
+    by_rank = run_ranks(exchanges_worker, world, settings, 3)
+    for setting, *results in zip(settings, *by_rank, strict=True):
         check_against_simulation(results, *setting)
 
 
