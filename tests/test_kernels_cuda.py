@@ -339,7 +339,14 @@ def test_a_device_that_computes_other_bits_is_refused() -> None:
 # ----- compiling for real devices -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("architecture", compilers.ARCHITECTURES)
+#: compiled in every run: the oldest, the one most used and the newest; each takes many seconds, so the others are for the nightly run
+EVERY_RUN = (70, 80, 90)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [pytest.param(a, marks=() if a in EVERY_RUN else pytest.mark.nightly) for a in compilers.ARCHITECTURES],
+)
 def test_every_kernel_compiles_without_spills(
     architecture: int, record_property: Callable[[str, object], None]
 ) -> None:
