@@ -13,6 +13,7 @@ import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +63,30 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
 def rows(folder: Path) -> list[dict[str, str]]:
     with (folder / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+@contextlib.contextmanager
+def said(folder: str) -> Iterator[io.StringIO]:
+    """Works in ``folder`` and collects what is printed and logged."""
+    os.chdir(folder)
+    printed = io.StringIO()
+    from lightning_utilities.core import rank_zero
+
+    logger = rank_zero.log  # what rank_zero_info, and so the callbacks, report through
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(printed))
+    with contextlib.redirect_stdout(printed):
+        yield printed
+
+
+def example(rank: int, world: int, name: str, arguments: list[str], folder: str) -> str:
+    """Runs an example's ``main`` as one rank of a launched job; returns what it printed and logged."""
+    import importlib
+
+    enter(rank)
+    with said(folder) as printed:
+        importlib.import_module(name).main(arguments)
+    return printed.getvalue()
 
 
 # ----- the text --------------------------------------------------------------------------------------------------------
@@ -232,23 +257,9 @@ def test_option_that_would_skip_the_last_validation_is_refused() -> None:
     assert run_ranks(refusal, 1, ["--steps", "10", "--validate-every", "5"]) == [""]
 
 
-# ----- the other Lightning tree ----------------------------------------------------------------------------------------
-
-
-def test_example_trains_with_pytorch_lightning_alone(tmp_path: Path) -> None:
-    """As where only ``pytorch_lightning`` is installed: a package that cannot be imported stands before the other one."""
-    hidden = tmp_path / "hide" / "lightning"
-    hidden.mkdir(parents=True)
-    (hidden / "__init__.py").write_text("raise ModuleNotFoundError('hidden by a test', name='lightning')\n")
-    options = [*SMALL_MODEL, *SMALL_DATA, "--steps", "4", "--out", str(tmp_path / "out")]
-    run([str(EXAMPLES / "text_gpt.py"), *options], tmp_path, PYTHONPATH=str(hidden.parent))
-    record = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert record["replicas_identical"] is True
-    assert record["bytes_sent"] < record["dense_bytes"]
-
-
 # ----- LightningCLI ----------------------------------------------------------------------------------------------------
 
+CLI = str(EXAMPLES / "cli" / "main.py")
 SMALL_CLI = [
     *("--trainer.max_steps", "10", "--trainer.val_check_interval", "5", "--trainer.enable_progress_bar", "false"),
     *("--trainer.logger", "false", "--trainer.enable_checkpointing", "false"),
@@ -267,6 +278,17 @@ SMALL_CLI = [
 ]
 
 
+def cli_rank(rank: int, world: int, arguments: list[str], folder: str) -> str:
+    """Runs the command line as one rank of a launched job; returns what it printed and logged."""
+    import runpy
+
+    enter(rank)
+    sys.argv = [CLI, *arguments]
+    with said(folder) as printed:
+        runpy.run_path(CLI, run_name="__main__")
+    return printed.getvalue()
+
+
 @pytest.mark.parametrize(
     ("config", "extra", "converted"),
     [
@@ -278,8 +300,8 @@ SMALL_CLI = [
     ],
 )
 def test_cli_trains_from_configuration(config: str, extra: list[str], converted: bool, tmp_path: Path) -> None:
-    command = [str(EXAMPLES / "cli" / "main.py"), "fit", "--config", str(EXAMPLES / "cli" / config), *SMALL_CLI, *extra]
-    printed = run(command, tmp_path)
+    arguments = ["fit", "--config", str(EXAMPLES / "cli" / config), *SMALL_CLI, *extra]
+    printed = run_ranks(cli_rank, 2, arguments, str(tmp_path), timeout=150)[0]
     # 20 % of 10 steps dense, the rest compressed; the line is the statistics callback's
     assert re.search(r"OnebitAdam +2 +8 +0 ", printed), printed[-3000:]
     assert ("AdamW is converted to OnebitAdam" in printed) is converted
@@ -295,30 +317,14 @@ def test_every_algorithm_has_a_configuration(algorithm: str) -> None:
 
 
 def test_cli_trains_zero_one_adam_from_configuration(tmp_path: Path) -> None:
+    """Started as a user starts it: Lightning starts the second process."""
     config = str(EXAMPLES / "cli" / "zero_one_adam.yaml")
     short = ["--trainer.strategy.init_args.var_freeze_step", "4", "--trainer.strategy.init_args.local_step_scaler", "2"]
-    printed = run([str(EXAMPLES / "cli" / "main.py"), "fit", "--config", config, *SMALL_CLI, *short], tmp_path)
+    printed = run([CLI, "fit", "--config", config, *SMALL_CLI, *short], tmp_path)
     assert re.search(r"ZeroOneAdam +4 +6 +0 ", printed), printed[-3000:]
 
 
 # ----- the other examples, each as it is, but smaller -------------------------------------------------------------------
-
-
-def example(rank: int, world: int, name: str, arguments: list[str], folder: str) -> str:
-    """Runs an example's ``main`` as one rank of a launched job; returns what it printed and logged."""
-    import importlib
-
-    enter(rank)
-    os.chdir(folder)
-    printed = io.StringIO()
-    from lightning_utilities.core import rank_zero
-
-    logger = rank_zero.log  # what rank_zero_info, and so the callbacks, report through
-    logger.setLevel(logging.INFO)
-    logger.addHandler(logging.StreamHandler(printed))
-    with contextlib.redirect_stdout(printed):
-        importlib.import_module(name).main(arguments)
-    return printed.getvalue()
 
 
 def output_of(name: str, arguments: list[str], folder: Path) -> str:
@@ -416,15 +422,23 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def test_script_for_several_machines_starts_the_training_with_torchrun(tmp_path: Path) -> None:
-    """One machine with two processes plays the only node; more of them need more machines."""
+def test_script_for_several_machines_starts_torchrun_and_needs_only_pytorch_lightning(tmp_path: Path) -> None:
+    """One machine with two processes plays the only node; more of them need more machines.
+
+    As where only ``pytorch_lightning`` is installed: a package that cannot be imported stands before the other one.
+    """
+    hidden = tmp_path / "hide" / "lightning"
+    hidden.mkdir(parents=True)
+    (hidden / "__init__.py").write_text("raise ModuleNotFoundError('hidden by a test', name='lightning')\n")
     shell(
         ["bash", str(EXAMPLES / "multi_node.sh"), *TINY, "--out", str(tmp_path / "out")],
         tmp_path,
         **{"NODES": "1", "NODE_RANK": "0", "HEAD": "127.0.0.1", "DEVICES": "2", "PORT": free_port()},
+        PYTHONPATH=os.pathsep.join([str(hidden.parent), *filter(None, [os.environ.get("PYTHONPATH")])]),
     )
     record = json.loads((tmp_path / "out" / "result.json").read_text())
     assert (record["ranks"], record["dense_steps"], record["replicas_identical"]) == (2, 2, True)
+    assert record["bytes_sent"] < record["dense_bytes"]
 
 
 def test_slurm_script_starts_one_task_per_rank(tmp_path: Path) -> None:
