@@ -9,7 +9,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 ARGS   ?=
-# Test files that run at once. Most start processes of their own and wait for them; two keep two cores busy.
+# Tests that run at once. Most start processes of their own and wait for them; two keep two cores busy.
 JOBS   ?= 2
 
 BIN   := $(VENV)/bin
@@ -51,7 +51,7 @@ docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal $(ARGS)
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv $(OLDEST)
