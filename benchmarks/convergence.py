@@ -555,11 +555,15 @@ HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
 FROZEN_RATIOS: Options = (("track_weight_norm", False),)  # 1-bit LAMB as published
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
+MOMENTUM: Options = (
+    ("preconditioned", False),
+)  # 1-bit Adam and 0/1 Adam as published: the momentum itself is compressed
 
 
 def studies() -> dict[str, list[Chain]]:
     """Chains by study. A search that is listed twice is answered by its first runs."""
     floors: tuple[Options, ...] = tuple((("denominator_floor", phi),) for phi in FLOORS)
+    momentum_floors: tuple[Options, ...] = tuple((*floor, *MOMENTUM) for floor in floors)
 
     def published(beta: float, server: str = "random") -> Options:
         """BinSGDM without this library's floor, stratified draws, longer memory of magnitudes and feedback."""
@@ -628,6 +632,22 @@ def studies() -> dict[str, list[Chain]]:
             # each guard of BinSGDM alone taken away
             digits("binsgdm", variants=UNGUARDED),
             Chain("text", "binsgdm", 4, start=8, refine=False, variants=UNGUARDED),
+        ],
+        # the papers' rule of 1-bit Adam and 0/1 Adam
+        "momentum": [
+            Chain(
+                "text", "onebit_adam", 4, MOMENTUM, variants=momentum_floors[1:], also=(two, four, sixteen, sixty_four)
+            ),
+            Chain("text", "zero_one_adam", 4, MOMENTUM, variants=momentum_floors[1:], also=(four, sixteen, sixty_four)),
+            Chain("words", "onebit_adam", 4, MOMENTUM, refine=False, variants=momentum_floors),
+            digits(
+                "onebit_adam", options=MOMENTUM, variants=momentum_floors, also=((2, True, SEEDS), (16, False, SEEDS))
+            ),
+            digits("onebit_adam", options=MOMENTUM, seeds=MANY_SEEDS, variants=((("freeze_step", 480), *MOMENTUM),)),
+            digits(
+                "zero_one_adam", options=MOMENTUM, seeds=MANY_SEEDS, variants=((*MOMENTUM, ("var_freeze_step", 1200)),)
+            ),
+            digits("zero_one_adam", options=MOMENTUM, variants=((("local_step_clipper", 1), *MOMENTUM),)),
         ],
         # residuals in half the memory, at the lr of whole ones
         "residuals": [

@@ -202,19 +202,18 @@ def measure_step(clock: Clock, report: Report, kernels: Any, model: Model, note:
     def compress() -> None:
         for k, b in enumerate(model.buckets):
             a, o, _, _ = model.factors[k]
-            kernels.compress(
-                b, 0, b.blocks, a=a, m=model.momentum[k], b=o, g=model.g_spans[k], e=b.slice(model.e), out=model.sent[k]
-            )
+            e, r, out = b.slice(model.e), b.slice(model.r), model.sent[k]
+            kernels.compress(b, 0, b.blocks, a=a, m=model.momentum[k], b=o, g=model.g_spans[k], e=e, out=out, r=r)
 
     def apply() -> None:
         for k, b in enumerate(model.buckets):
             _, _, decay, alpha = model.factors[k]
-            kernels.apply_adam(b, model.x_spans[k], model.sent[k], b.slice(model.r), decay, alpha)
+            kernels.apply_adam(b, model.x_spans[k], model.sent[k], None, decay, alpha)
 
     gradient_bytes = sum(t.numel() * t.element_size() for t in model.g)
     residual_bytes = 2 * model.e.element_size() * model.plan.elements
-    compressed = residual_bytes + gradient_bytes + 2 * model.payload_bytes
-    applied = 12 * model.numel + model.payload_bytes
+    compressed = residual_bytes + gradient_bytes + 4 * model.plan.elements + 2 * model.payload_bytes
+    applied = 8 * model.numel + model.payload_bytes
     return (
         report.add(clock(f"compress{note}", compressed, compress)),
         report.add(clock(f"apply_adam{note}", applied, apply)),

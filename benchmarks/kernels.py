@@ -88,8 +88,13 @@ class Case:
         """Name -> bytes per element of the bucket, and the call."""
         bucket, blocks = self.bucket, self.bucket.blocks
 
-        def compress(m: Any, g: Any) -> Callable[[], Any]:
-            return lambda: kernels.compress(bucket, 0, blocks, a=self.a, m=m, b=self.b, g=g, e=self.e, out=self.sent)
+        def compress(m: Any, g: Any, r: Any = None) -> Callable[[], Any]:
+            return lambda: kernels.compress(
+                bucket, 0, blocks, a=self.a, m=m, b=self.b, g=g, e=self.e, out=self.sent, r=r
+            )
+
+        def apply(r: Any) -> Callable[[], Any]:
+            return lambda: kernels.apply_adam(bucket, [self.x], self.old, r, self.decay, self.alpha)
 
         def reduce(rows: int) -> Callable[[], Any]:
             chunk = blocks // rows
@@ -105,15 +110,14 @@ class Case:
 
         return {
             "grad_stats": (4, lambda: kernels.grad_stats([self.g])),
+            "compress, preconditioned": (16 + 2 * BITS, compress(self.old, [self.g], self.r)),
             "compress": (12 + 2 * BITS, compress(self.old, [self.g])),
             "compress, bf16 gradient": (10 + 2 * BITS, compress(self.old, [self.g16])),
             "compress, fp32 momentum": (16 + BITS, compress(self.m, [self.g])),
             "reduce, 2 ranks": (8 / 2 + 1.5 * BITS, reduce(2)),
             "reduce, 8 ranks": (8 / 8 + 1.125 * BITS, reduce(8)),
-            "apply_adam": (
-                12 + BITS,
-                lambda: kernels.apply_adam(bucket, [self.x], self.old, self.r, self.decay, self.alpha),
-            ),
+            "apply_adam, preconditioned": (8 + BITS, apply(None)),
+            "apply_adam": (12 + BITS, apply(self.r)),
             "lamb_update": (
                 16 + 2 * BITS,
                 lambda: kernels.lamb_update(bucket, [self.x], self.old, self.sent, self.r, self.v, self.factors),
@@ -263,15 +267,14 @@ class Step:
             bucket: Bucket = w["bucket"]
             start = clock()
             spans = bucket.bind(w["gradients"].__getitem__)
-            self.kernels.compress(
-                bucket, 0, bucket.blocks, a=w["a"], m=w["momentum"], b=w["b"], g=spans, e=w["e"], out=w["sent"]
-            )
+            factors, out = {"a": w["a"], "m": w["momentum"], "b": w["b"], "r": w["r"]}, w["sent"]
+            self.kernels.compress(bucket, 0, bucket.blocks, g=spans, e=w["e"], out=out, **factors)
             compressed = clock()
             # what the rank sends has the shape of what it receives, and its reply that of a row of the new momentum
             self.kernels.reduce(w["sent"], w["lengths"], w["d"], w["momentum"].narrow(0, 1), 1 / RANKS)
             reduced = clock()
             spans = bucket.bind(w["weights"].__getitem__)
-            self.kernels.apply_adam(bucket, spans, w["momentum"], w["r"], w["decay"], w["alpha"])
+            self.kernels.apply_adam(bucket, spans, w["momentum"], None, w["decay"], w["alpha"])
             spent["compress"] += compressed - start
             spent["reduce"] += reduced - compressed
             spent["apply_adam"] += clock() - reduced

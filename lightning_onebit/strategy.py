@@ -114,6 +114,7 @@ class OnebitMixin(_Base):
         factor_min: see ``OnebitLamb``.
         factor_threshold: see ``OnebitLamb``.
         track_weight_norm: see ``OnebitLamb``.
+        preconditioned: 1-bit Adam and 0/1 Adam: compress the momentum divided by its denominators, see ``OnebitAdam``.
         var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.
@@ -176,6 +177,7 @@ class OnebitMixin(_Base):
         factor_min: float | None = None,
         factor_threshold: float | None = None,
         track_weight_norm: bool | None = None,
+        preconditioned: bool | None = None,
         var_freeze_step: int | None = None,
         var_update_scaler: int | None = None,
         local_step_scaler: int | None = None,
@@ -205,6 +207,7 @@ class OnebitMixin(_Base):
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
             "track_weight_norm": track_weight_norm,
+            "preconditioned": preconditioned,
             "var_freeze_step": var_freeze_step,
             "var_update_scaler": var_update_scaler,
             "local_step_scaler": local_step_scaler,

@@ -63,6 +63,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "factor_min": (*NUMBER, -1.0),
     "factor_threshold": (*NUMBER, -0.1),
     "track_weight_norm": FLAG,
+    "preconditioned": FLAG,
     "var_update_scaler": COUNT,
     "local_step_scaler": COUNT,
     "local_step_clipper": COUNT,

@@ -37,6 +37,8 @@ def options_of(case: str) -> dict[str, Any]:
     options = {**recording.CASES[case]["options"], **AS_THERE}
     if case == "onebit_lamb":
         options["track_weight_norm"] = False
+    else:
+        options["preconditioned"] = False
     if "freeze_step" in options:
         # its counter includes the first step, which it throws away
         options["freeze_step"] -= 1

@@ -156,15 +156,17 @@ def test_unpack_inverts_compress(kernels: KernelBackend, block_size: int) -> Non
 @pytest.mark.parametrize("block_size", [32, 64, 96, 2048])
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("momentum", ["none", "flat", "packed"])
-@pytest.mark.parametrize("gradient", ["none", "flat", "spans"])
+@pytest.mark.parametrize(
+    ("gradient", "preconditioned"), [("none", False), *((g, p) for g in ("flat", "spans") for p in (False, True))]
+)
 def test_compress_follows_the_definition(
-    kernels: KernelBackend, sizes: tuple[int, ...], block_size: int, momentum: str, gradient: str
+    kernels: KernelBackend, sizes: tuple[int, ...], block_size: int, momentum: str, gradient: str, preconditioned: bool
 ) -> None:
     device, rng = device_of(kernels), np.random.default_rng([block_size, *sizes])
     bucket = bucket_of(sizes, block_size, device, world=2)
     a = rng.random(bucket.blocks).astype(f32)
     b = rng.random(bucket.blocks).astype(f32)
-    m, g, e = (random_flat(rng, bucket) for _ in range(3))
+    m, g, e, r = (random_flat(rng, bucket) for _ in range(4))
     packed = Packed.empty(2, bucket.blocks // 2, block_size, device=device)
     old = []
     for piece in cut(m, bucket):
@@ -196,12 +198,16 @@ def test_compress_follows_the_definition(
         g={"none": None, "flat": torch.from_numpy(g).to(device), "spans": spans}[gradient],
         e=residual,
         out=out,
+        r=torch.from_numpy(r).to(device) if preconditioned else None,
     )
     expected, kept = [], []
-    for block, (pm, pg, pe) in enumerate(zip(cut(m, bucket), cut(g, bucket), cut(e, bucket), strict=True)):
-        # y = ((a*m) + (b*g)) + e, a missing m or g counting as +0.0
+    pieces = zip(cut(m, bucket), cut(g, bucket), cut(e, bucket), cut(r, bucket), strict=True)
+    for block, (pm, pg, pe, pr) in enumerate(pieces):
+        # y = ((a*m) + ((b*g)*r)) + e, a missing m or g counting as +0.0, a missing r as 1
         am = f32(0) if momentum == "none" else a[block] * pm
         bg = f32(0) if gradient == "none" else b[block] * pg
+        if preconditioned:
+            bg = bg * pr
         s, w, rest = bitwise.compress_block((am + bg) + pe, block_size)
         expected.append((s, w))
         kept.append(rest)
@@ -369,8 +375,9 @@ def test_reduce_follows_the_definition(
 
 
 @pytest.mark.parametrize("block_size", [32, 96])
+@pytest.mark.parametrize("preconditioned", [False, True])
 def test_apply_adam_follows_the_definition_and_leaves_missing_spans_alone(
-    kernels: KernelBackend, block_size: int
+    kernels: KernelBackend, block_size: int, preconditioned: bool
 ) -> None:
     device, rng = device_of(kernels), np.random.default_rng(3)
     bucket = bucket_of([7, 100, 33, 2050], block_size, device, world=2)
@@ -391,15 +398,17 @@ def test_apply_adam_follows_the_definition_and_leaves_missing_spans_alone(
         bucket,
         spans,
         packed,
-        torch.from_numpy(r).to(device),
+        None if preconditioned else torch.from_numpy(r).to(device),
         torch.from_numpy(decay).to(device),
         torch.from_numpy(alpha).to(device),
     )
     expected = []
     for block, (px, pr) in enumerate(zip(cut(x, bucket), cut(r, bucket), strict=True)):
         s, w, _ = pairs[block]
-        # t = alpha*s ; x = (x*decay) - (bit ? -(t*r) : +(t*r))
-        change = (alpha[block] * s) * pr
+        # t = alpha*s ; x = (x*decay) - (bit ? -(t*r) : +(t*r)), without r where the exchange has had it
+        change = np.full_like(pr, alpha[block] * s)
+        if not preconditioned:
+            change = change * pr
         sign = bitwise.decode_block(f32(1), w, px.size)
         expected.append(px * decay[block] - np.where(sign < 0, -change, change))
     flat = join(expected, bucket)

@@ -96,7 +96,8 @@ def run_everything(
     e, out = flats[0].clone(), Packed.empty(world, chunk, size)
     m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
     g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
-    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out)
+    r = flats[1].abs() if g is not None and rng.random() < 0.5 else None
+    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r)
     written += [raw(e), raw(out.raw)]
 
     d, reply = flats[3][: chunk * size].clone(), Packed.empty(1, chunk, size)
@@ -112,6 +113,8 @@ def run_everything(
     written.append(raw(flat))
 
     weights = [None if t is None else t.clone() for t in spans]
+    kernels.apply_adam(bucket, weights, old, r, decay, alpha)
+    written += [raw(t) for t in weights if t is not None]
     kernels.apply_adam(bucket, weights, old, flats[1].abs(), decay, alpha)
     written += [raw(t) for t in weights if t is not None]
     targets = [None if t is None else torch.zeros_like(t) for t in gradients]
@@ -379,6 +382,7 @@ def test_writing_weights_is_seen_by_autograd(kernels: cpu.CpuKernels) -> None:
         {"g": torch.zeros(64)},
         {"m": torch.zeros(64)},
         {"m": Packed.empty(1, 1, 64)},
+        {"r": torch.zeros(64)},
         {"out": Packed.empty(1, 2, 32)},
         {"out": Packed.empty(1, 2, 64, has_scales=False)},
     ],
@@ -392,6 +396,8 @@ def test_tensors_of_another_size_or_type_are_refused(kernels: cpu.CpuKernels, ch
     kernels.compress(bucket, 0, 2, **arguments)
     with pytest.raises(ValueError, match=next(iter(change))):
         kernels.compress(bucket, 0, 2, **{**arguments, **change})
+    with pytest.raises(ValueError, match="r must be None"):
+        kernels.compress(bucket, 0, 2, **{**arguments, "g": None, "b": None, "r": torch.zeros(128)})
 
 
 # ----- threads and processes -----------------------------------------------------------------------------------------------------

@@ -106,6 +106,7 @@ class Run:
             "bias_correction": o.get("bias_correction", True),
             "block_size": o.get("block_size", 2048),
             "phi": o.get("denominator_floor", 0.1),
+            "preconditioned": o.get("preconditioned", True),
             "max_norm": o.get("max_grad_norm"),
         }
         simulated = oracle.Adam(self.start()[only], world, **{**settings, **differing})
@@ -206,9 +207,11 @@ def assert_follows(
         e, d = joined(results, run)
         for i in range(len(results)):
             for l in range(len(run.shapes)):
-                np.testing.assert_allclose(e[i][l], simulated.exchange.e[i][l], atol=1e-5 * run.scale)
+                theirs = simulated.exchange.e[i][l]
+                np.testing.assert_allclose(e[i][l], theirs, atol=1e-5 * max(run.scale, np.abs(theirs).max(initial=0.0)))
         for l in range(len(run.shapes)):
-            np.testing.assert_allclose(d[l], simulated.exchange.d[l], atol=1e-5 * run.scale)
+            theirs = simulated.exchange.d[l]
+            np.testing.assert_allclose(d[l], theirs, atol=1e-5 * max(run.scale, np.abs(theirs).max(initial=0.0)))
 
 
 def assert_compressed(results: list[dict[str, Any]], dense: int, compressed: int) -> None:
@@ -226,14 +229,23 @@ SMALL = ((33, 9), (7,), (0,), (1,), (200,))
 
 
 @pytest.mark.parametrize("bias_correction", [True, False])
-@pytest.mark.parametrize(("block_size", "world", "seed"), [(2048, 2, 9), (2048, 3, 6), (64, 2, 13), (64, 3, 13)])
-def test_follows_the_oracle_across_the_freeze(block_size: int, world: int, seed: int, bias_correction: bool) -> None:
+@pytest.mark.parametrize(
+    ("preconditioned", "block_size", "world", "seed"),
+    [
+        *((False, 2048, 2, 9), (False, 2048, 3, 6), (False, 64, 2, 13), (False, 64, 3, 13)),
+        *((True, 2048, 2, 9), (True, 2048, 3, 6), (True, 64, 2, 15), (True, 64, 3, 22)),
+    ],
+)
+def test_follows_the_oracle_across_the_freeze(
+    preconditioned: bool, block_size: int, world: int, seed: int, bias_correction: bool
+) -> None:
     """30 steps, 10 of them dense, with weight decay, over several buckets; half of the first tensor never has a gradient."""
     options = {
         "lr": 1e-2,
         "weight_decay": 0.1,
         "freeze_step": 10,
         "bias_correction": bias_correction,
+        "preconditioned": preconditioned,
         "block_size": block_size,
         "bucket_mb": 0.02,
     }
@@ -256,12 +268,14 @@ def bitwise_worker(rank: int, world: int, run: Run) -> Any:
     return [*states, state_of(optimizer, params)]
 
 
-def test_compressed_steps_are_fp32_operations_in_the_order_of_the_definition() -> None:
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_compressed_steps_are_fp32_operations_in_the_order_of_the_definition(preconditioned: bool) -> None:
     """``e = fl(y - C(y))``, ``d = fl(z - C(z))``, m and x, all bit for bit: first from an fp32 momentum, then from a packed one."""
     world, bs, f32 = 2, 32, np.float32
     betas, lr, wd = (0.9, 0.99), 0.01, 0.1
     options = {"betas": betas, "lr": lr, "weight_decay": wd, "freeze_step": 3, "block_size": bs}
-    run = Run(5, options, shapes=((100,),))
+    run = Run(5, {**options, "preconditioned": preconditioned}, shapes=((100,),))
+    held = "preconditioned_momentum" if preconditioned else "exp_avg"
     results = run_ranks(bitwise_worker, world, run)
     cut = [slice(b, min(b + bs, 100)) for b in range(0, 100, bs)]
     for step in range(2):
@@ -270,10 +284,14 @@ def test_compressed_steps_are_fp32_operations_in_the_order_of_the_definition() -
         simulated = oracle.bitwise.Ranks([32, 32, 32, 4], world, bs)
         c = []
         for i in range(world):
-            m = before[i]["state"][0]["exp_avg"].numpy()
+            r = after[i]["state"][0]["reciprocal_denominator"].numpy()
+            m = before[i]["state"][0]["exp_avg" if step == 0 else held].numpy()
+            if preconditioned and step == 0:
+                m = m * r
             g = run.gradient(t, i, 0)
             assert g is not None
-            flat = (f32(betas[0]) * m) + (f32(1 - betas[0]) * g)
+            bg = f32(1 - betas[0]) * g
+            flat = (f32(betas[0]) * m) + (bg * r if preconditioned else bg)
             c.append([flat[s] for s in cut])
             if before[i]["residuals"] and step:
                 e = before[i]["residuals"]["worker_residual"].numpy()
@@ -288,12 +306,15 @@ def test_compressed_steps_are_fp32_operations_in_the_order_of_the_definition() -
         alpha, decay = f32(lr / (1 - betas[0] ** (t + 1))), f32(1 - lr * wd)
         d = np.concatenate([a["residuals"]["server_residual"].numpy() for a in after])
         for i in range(world):
-            assert equal(after[i]["state"][0]["exp_avg"], torch.from_numpy(m))
+            assert equal(after[i]["state"][0][held], torch.from_numpy(m))
             r = after[i]["state"][0]["reciprocal_denominator"].numpy()
-            # x = x*decay - (+-(alpha*s) * r)
+            # x = x*decay - (+-(alpha*s) * r), or without r
             magnitudes = np.concatenate(
                 [np.full(cut[b].stop - cut[b].start, alpha * s, dtype=f32) for b, (s, _) in enumerate(pairs)]
             )
+            if preconditioned:
+                np.testing.assert_allclose(after[i]["state"][0]["exp_avg"], m / r, rtol=1e-6)
+                r = f32(1)
             x = before[i]["x"][0].numpy() * decay - np.where(m < 0, -magnitudes, magnitudes) * r
             assert equal(after[i]["x"][0], torch.from_numpy(x))
             e = after[i]["residuals"]["worker_residual"].numpy()
@@ -572,8 +593,8 @@ def largest_moves(rank: int, world: int, run: Run) -> tuple[float, float]:
 
 
 def test_cold_and_nearly_cold_coordinates_stay_bounded() -> None:
-    def worst(faint: float, phi: float) -> tuple[float, float]:
-        options = {"lr": 1e-3, "freeze_step": 10, "denominator_floor": phi}
+    def worst(faint: float, phi: float, preconditioned: bool = False) -> tuple[float, float]:
+        options = {"lr": 1e-3, "freeze_step": 10, "denominator_floor": phi, "preconditioned": preconditioned}
         run = Run(30, options, shapes=((64, 32),), cold=1024, faint=faint)
         return run_ranks(largest_moves, 2, run)[0]
 
@@ -584,6 +605,9 @@ def test_cold_and_nearly_cold_coordinates_stay_bounded() -> None:
     unbounded, _ = worst(faint=1e-6, phi=0.0)
     # noise of about one standard gradient over phi times one
     assert nearly < 200 < 1e4 < unbounded
+    # noise of one's own size, whatever the denominator
+    for faint in (0.0, 1e-6):
+        assert all(worst(faint, phi, preconditioned=True)[0] < 3 * warm for phi in (0.0, 0.01))
 
 
 # ----- gradients that are not finite ---------------------------------------------------------------------------------------------

@@ -69,7 +69,10 @@ def test_a_parameter_without_gradient_on_all_ranks_is_left_alone_exactly(algorit
                 for key in set(before["state"].get(l, {})) & set(after["state"].get(l, {})):
                     # the bitmap is merged at t = 2^k, gradient or not; v is recomputed from its inverse after the freeze
                     frozen = before["books"]["phase"] != after["books"]["phase"]
-                    if key != "live" and not (key == "exp_avg_sq" and frozen):
+                    if key == "exp_avg" and algorithm == "zero_one_adam":
+                        # divided by denominators and multiplied again
+                        torch.testing.assert_close(after["state"][l][key], before["state"][l][key], rtol=1e-6, atol=0)
+                    elif key != "live" and not (key == "exp_avg_sq" and frozen):
                         assert equal(before["state"][l][key], after["state"][l][key]), f"{key} of {l} in step {t + 1}"
             for l in {0, 1, 3, 4} - set(ls):
                 assert not equal(before["x"][l], after["x"][l]), f"tensor {l} moves in step {t + 1}"
@@ -187,7 +190,10 @@ def test_cold_and_nearly_cold_rows_stay_bounded(algorithm: str) -> None:
     # warm coordinates stay within what they do without cold rows beside them
     assert cold < 3 * warm
     assert worst(1e-6)[0] < 200 * max(1.0, warm / 4)
-    assert worst(1e-6, denominator_floor=0.0)[0] > 2000, "the floor is what bounds them"
+    unpublished = {} if algorithm == "onebit_lamb" else {"preconditioned": False}
+    assert worst(1e-6, denominator_floor=0.0, **unpublished)[0] > 2000, "the floor is what bounds them"
+    if unpublished:
+        assert worst(1e-6, denominator_floor=0.0)[0] < 3 * warm, "so does what travels in the units of the step"
 
 
 # ----- groups that stay dense, and worlds of one ------------------------------------------------------------------------------------

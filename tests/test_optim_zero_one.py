@@ -79,6 +79,7 @@ CASES = {
     "interval": problem(),
     "interval, no bias correction": problem(options={**SCHEDULE, "bias_correction": False}),
     "learning rate": problem(options=BY_LR, lrs=HALVED),
+    "momentum as published": problem(options={**SCHEDULE, "preconditioned": False}),
 }
 
 
@@ -273,8 +274,10 @@ def test_residual_ratio_compares_like_with_like() -> None:
     assert small[0][:3] == [0.0] * 3 and all(0.2 < ratio < 5 for ratio in small[0][3:])
 
 
-def test_residual_ratio_is_the_residual_over_the_update_exchanged_last() -> None:
-    made = problem(options={**SCHEDULE, "weight_decay": 0.0}, lrs=tuple([0.01] * 28))
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_residual_ratio_is_the_residual_over_the_update_exchanged_last(preconditioned: bool) -> None:
+    settings = {**SCHEDULE, "weight_decay": 0.0, "preconditioned": preconditioned}
+    made = problem(options=settings, lrs=tuple([0.01] * 28))
     made = dataclasses.replace(made, steps=28)
     simulated, _ = simulate(made, 2)
     assert simulated.kinds[-1] == "sync"
@@ -290,7 +293,11 @@ def test_residual_ratio_is_the_residual_over_the_update_exchanged_last() -> None
     lr_t = [0.01 / (1 - 0.9**t) for t in range(25, 29)]
     for rank, ours in enumerate(run_world(ratio, 2)):
         e = np.concatenate(simulated.exchange.e[rank])
-        ubar = sum(lr_t) * np.concatenate(simulated.m)
+        scale = [
+            simulated._over_denominator(l, np.ones_like(m)) if preconditioned else 1.0
+            for l, m in enumerate(simulated.m)
+        ]
+        ubar = sum(lr_t) * np.concatenate([m * s for m, s in zip(simulated.m, scale, strict=True)])
         assert ours == pytest.approx(np.linalg.norm(e) / np.linalg.norm(ubar), rel=1e-3)
 
 

@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 6
+ABI = 7
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -213,7 +213,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gather": (_LONG, _LONG, *_SPANS, _POINTER),
     "scatter": (_LONG, _LONG, *_SPANS, _POINTER),
     "grad_stats": (_LONG, _POINTER, _POINTER, _POINTER, _POINTER),
-    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, _POINTER, _POINTER, *_SPANS, *_RESIDUAL, *_PAYLOAD),
+    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, _POINTER, _POINTER, *_SPANS, _POINTER, *_RESIDUAL, *_PAYLOAD),
     "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
@@ -377,7 +377,7 @@ class CpuKernels(ReferenceKernels):
             e, d = data[0].clone(), data[1].clone()
             sent, reply = Packed.empty(1, 3, size), Packed.empty(1, 3, size)
             factors = data[4, :3].abs()
-            kernels.compress(bucket, 0, 3, a=factors, m=data[2], b=factors, g=data[3], e=e, out=sent)
+            kernels.compress(bucket, 0, 3, a=factors, m=data[2], b=factors, g=data[3], e=e, out=sent, r=data[4].abs())
             kernels.reduce(sent, lengths, d, reply, 1 / 3)
             results.append((e, d, sent.raw, reply.raw))
         if not all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*results, strict=True)):
@@ -451,8 +451,9 @@ class CpuKernels(ReferenceKernels):
         g: Tensor | Spans | None,
         e: Tensor,
         out: Packed,
+        r: Tensor | None = None,
     ) -> None:
-        """``y = ((a*m) + (b*g)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
+        """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
         size, blocks = bucket.block_size, hi - lo
         elements = blocks * size
         lengths = _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
@@ -478,11 +479,14 @@ class CpuKernels(ReferenceKernels):
                     raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
                 table = _SpanTable.of(self._layout(bucket), g, "g", _DTYPES)
                 spans_g = table.arguments
+        elif r is not None:
+            raise ValueError("r must be None with g=None")
         residual = _residual(e, "e", elements)
+        reciprocal = None if r is None else _address(r, "r", elements)
         self._call(
             "compress",
             *(size, blocks, lengths, factor_m, flat_m, *packed_m),
-            *(factor_g, flat_g, *spans_g, *residual, *_payload(out, "out", blocks, size)),
+            *(factor_g, flat_g, *spans_g, reciprocal, *residual, *_payload(out, "out", blocks, size)),
         )
 
     def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
@@ -510,12 +514,13 @@ class CpuKernels(ReferenceKernels):
         self._call("unpack", size, blocks, *_payload(packed, "packed", blocks, size), *where)
 
     def apply_adam(
-        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor, decay: Tensor, alpha: Tensor
+        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor | None, decay: Tensor, alpha: Tensor
     ) -> None:
-        """``x = x*decay - (+-(alpha*s) * r)``."""
+        """``x = x*decay - (+-(alpha*s) * r)``, r None: without it."""
         size, blocks = bucket.block_size, bucket.blocks
         payload = _payload(packed, "packed", blocks, size)
-        state = (_address(r, "r", bucket.elements), _address(decay, "decay", blocks), _address(alpha, "alpha", blocks))
+        reciprocal = None if r is None else _address(r, "r", bucket.elements)
+        state = (reciprocal, _address(decay, "decay", blocks), _address(alpha, "alpha", blocks))
         table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
         self._call("apply_adam", size, blocks, *table.arguments, *payload, *state)
         table.written()

@@ -292,10 +292,11 @@ class CudaKernels(ReferenceKernels):
         for kernels, device in ((ReferenceKernels(), "cpu"), (self, self._runtime.device_type)):
             on = torch.device(device)
             bucket = CheckMap(size, lengths.to(on))
-            e, d, m, g, factors = (row.to(on, copy=True) for row in data)
-            factors = factors[:3].abs()
+            e, d, m, g, r = (row.to(on, copy=True) for row in data)
+            r.abs_()
+            factors = r[:3].clone()
             sent, reply = Packed.empty(1, 3, size, device=on), Packed.empty(1, 3, size, device=on)
-            kernels.compress(bucket, 0, 3, a=factors, m=m, b=factors, g=g, e=e, out=sent)
+            kernels.compress(bucket, 0, 3, a=factors, m=m, b=factors, g=g, e=e, out=sent, r=r)
             kernels.reduce(sent, bucket.lengths, d, reply, 1 / 3)
             results.append([t.cpu().view(torch.uint8) for t in (e, d, sent.raw, reply.raw)])
         if not all(a.equal(b) for a, b in zip(*results, strict=True)):
@@ -493,8 +494,9 @@ class CudaKernels(ReferenceKernels):
         g: Tensor | Spans | None,
         e: Tensor,
         out: Packed,
+        r: Tensor | None = None,
     ) -> None:
-        """``y = ((a*m) + (b*g)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
+        """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
         size, blocks, device = bucket.block_size, hi - lo, e.device
         elements = blocks * size
         kind, factor_m, flat_m, packed_m = "none", 0, 0, (0, 0, 1)
@@ -513,13 +515,16 @@ class CudaKernels(ReferenceKernels):
                 if blocks != bucket.blocks:
                     raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
                 bound = self._bind(bucket, g, "g", device)
+        elif r is not None:
+            raise ValueError("r must be None with g=None")
+        reciprocal = 0 if r is None else self._address(r, "r", elements)
         residual, suffix = self._residual(e, "e", elements)
         lanes = size // BITS_PER_WORD
-        aligned = residual % (4 * e.element_size()) == 0 and flat_m % 16 == 0
-        wide = lanes % 4 == 0 and lanes <= _MAX_THREADS and aligned
+        aligned = residual % (4 * e.element_size()) == 0 and flat_m % 16 == 0 and reciprocal % 16 == 0
+        wide = lanes % 4 == 0 and lanes <= _MAX_THREADS and aligned and not (kind == "flat" and r is not None)
         arguments = (
             *(self._lengths(bucket, lo), factor_m, flat_m, *packed_m, factor_g, flat_g),
-            *(*(bound.tables if bound is not None else (0, 0)), residual),
+            *(*(bound.tables if bound is not None else (0, 0)), reciprocal, residual),
             *self._payload(out, "out", blocks, size),
         )
         name = f"compress_vectors_{kind}{suffix}" if wide else f"compress_{kind}{suffix}"
@@ -546,17 +551,17 @@ class CudaKernels(ReferenceKernels):
         self._launch("unpack", out.device, size, blocks, (*self._payload(packed, "packed", blocks, size), *where))
 
     def apply_adam(
-        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor, decay: Tensor, alpha: Tensor
+        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor | None, decay: Tensor, alpha: Tensor
     ) -> None:
-        """``x = x*decay - (+-(t*r))`` with ``t = alpha*s``."""
+        """``x = x*decay - (+-(t*r))`` with ``t = alpha*s``, r None: without it."""
         self._apply(
             "apply_adam",
             bucket,
             spans,
-            r.device,
+            decay.device,
             (
                 *self._payload(packed, "packed", bucket.blocks, bucket.block_size),
-                self._address(r, "r", bucket.elements),
+                0 if r is None else self._address(r, "r", bucket.elements),
                 self._address(decay, "decay", bucket.blocks),
                 self._address(alpha, "alpha", bucket.blocks),
             ),

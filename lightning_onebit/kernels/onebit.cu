@@ -432,19 +432,22 @@ DEVICE void quantize(const Maker& maker, const Here& h, int length, E* residual,
 
 enum Momentum { kNone, kFlat, kPacked };
 
-// y = ((a*m) + (b*g)) + e ; a missing term is +0.0
+// y = ((a*m) + ((b*g)*r)) + e ; a missing term is +0.0, a missing r is 1
 template <int M, class E> struct Worker {
   int lanes, length;
   float a, b;           // a: its product with the scale where m is packed, since a * -s == -(a * s)
   const float* m;       // kFlat
   const u32* m_words;   // kPacked
   Run g;                // fp32 where it is flat
+  const float* r;       // may be null
   const E* e;
 
   template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
-    float kept[P], moment[P];
+    float kept[P], moment[P], weight[P];
 #pragma unroll
     for (int q = 0; q < P; ++q) kept[q] = value(e[(plane + q) * lanes + lane]);
+#pragma unroll
+    for (int q = 0; q < P; ++q) weight[q] = r != nullptr ? r[(plane + q) * lanes + lane] : 1.0f;
     if (M == kFlat) {
 #pragma unroll
       for (int q = 0; q < P; ++q) moment[q] = m[(plane + q) * lanes + lane];
@@ -454,7 +457,7 @@ template <int M, class E> struct Worker {
 #pragma unroll
     for (int q = 0; q < P; ++q) {
       const float am = M == kNone ? 0.0f : M == kFlat ? mul(a, moment[q]) : flip(a, word, plane + q);
-      y[q] = add(add(am, mul(b, y[q])), kept[q]);
+      y[q] = add(add(am, mul(mul(b, y[q]), weight[q])), kept[q]);
     }
   }
 };
@@ -470,6 +473,7 @@ struct CompressArguments {
   const float* g;
   const int* block_span;
   const Span* spans;
+  const float* r;
   void* e;
   char* out_raw;
   i64 out_stride, out_per_row;
@@ -491,6 +495,7 @@ template <int M, class E> DEVICE Worker<M, E> worker_of(const CompressArguments&
   }
   w.g = x.spans != nullptr ? run_of_block(x.block_span, x.spans, h.block, x.block_size) : flat_run(x.g, h.block, x.block_size);
   w.b = x.b != nullptr ? x.b[h.block] : 0.0f;
+  w.r = x.r != nullptr ? x.r + h.block * x.block_size : nullptr;
   w.e = residual_of_block<E>(x.e, h.block, x.block_size);
   return w;
 }
@@ -504,7 +509,8 @@ template <int M, class E> DEVICE void compress(const CompressArguments& x, char*
 }
 
 // The same with 16-byte loads and stores (8 bytes of 16-bit values). Squares must be added in the order of the planes, which the vector layout deals to
-// several threads; so y goes through shared memory to a layout in which a thread owns a lane.
+// several threads; so y goes through shared memory to a layout in which a thread owns a lane. With a flat momentum, which only the first compressed
+// steps have, there are no registers left for r: such a call takes compress().
 template <int M, class E> DEVICE void compress_vectors(const CompressArguments& x) {
   const Here h = here(x.block_size, x.blocks);
   const Vectors at = Vectors::of(h);
@@ -522,13 +528,14 @@ template <int M, class E> DEVICE void compress_vectors(const CompressArguments& 
     load_vectors(y, w.g, at, w.length, kPlanes * h.lanes);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-      float moment[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+      float moment[4] = {0.0f, 0.0f, 0.0f, 0.0f}, weight[4] = {1.0f, 1.0f, 1.0f, 1.0f};
       if (M == kFlat) load4(moment, w.m + at.at(c));
+      if (M != kFlat && w.r != nullptr) load4(weight, w.r + at.at(c));
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int i = 4 * c + q;
         const float am = M == kNone ? 0.0f : M == kFlat ? mul(w.a, moment[q]) : flip(w.a, words[q], at.plane_of(c));
-        y[i] = add(add(am, mul(w.b, y[i])), kept[i]);
+        y[i] = add(add(am, mul(mul(w.b, y[i]), weight[q])), kept[i]);
         if (at.at(c) + q >= w.length) y[i] = 0.0f;
       }
       store4(staged + at.at(c), y + 4 * c);
@@ -593,19 +600,19 @@ template <class E> struct Server {
 
 #define COMPRESS_PARAMETERS                                                                                            \
   i64 block_size, i64 blocks, const int *lengths, const float *a, const float *m, char *m_raw, i64 m_stride,           \
-      i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, void *e, char *out_raw, \
-      i64 out_stride, i64 out_per_row, char *scratch
-#define COMPRESS_ARGUMENTS                                                                                              \
-  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, e, out_raw, out_stride, out_per_row}
+      i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, const float *r,         \
+      void *e, char *out_raw, i64 out_stride, i64 out_per_row, char *scratch
+#define COMPRESS_ARGUMENTS                                                                                                 \
+  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, e, out_raw, out_stride, out_per_row}
 
-// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither; e: fp32, or Bfloat where the name says so
+// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither; r: flat or null; e: fp32, or Bfloat where the name says so
 KERNEL onebit_compress_none(COMPRESS_PARAMETERS) { compress<kNone, float>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_flat(COMPRESS_PARAMETERS) { compress<kFlat, float>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_packed(COMPRESS_PARAMETERS) { compress<kPacked, float>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_none_bf16(COMPRESS_PARAMETERS) { compress<kNone, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_flat_bf16(COMPRESS_PARAMETERS) { compress<kFlat, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_packed_bf16(COMPRESS_PARAMETERS) { compress<kPacked, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
-// for W % 4 == 0, W <= 256, flats at multiples of 16 bytes and e at one of four elements
+// for W % 4 == 0, W <= 256, flats at multiples of 16 bytes and e at one of four elements; flat: without r
 KERNEL_128 onebit_compress_vectors_none(COMPRESS_PARAMETERS) { compress_vectors<kNone, float>(COMPRESS_ARGUMENTS); }
 KERNEL_128 onebit_compress_vectors_flat(COMPRESS_PARAMETERS) { compress_vectors<kFlat, float>(COMPRESS_ARGUMENTS); }
 KERNEL_128 onebit_compress_vectors_packed(COMPRESS_PARAMETERS) { compress_vectors<kPacked, float>(COMPRESS_ARGUMENTS); }
@@ -800,7 +807,7 @@ KERNEL onebit_grad_stats_total(i64 pieces, const double* sums, i64 tensors, cons
 
 // ----- entry points: decompress and apply -------------------------------------------------------------------------------------
 
-// x = x*decay - (+-(t*r)), t = alpha*s ; -t * r == -(t * r)
+// x = x*decay - (+-(t*r)), t = alpha*s, r may be null for 1 ; -t * r == -(t * r)
 KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
                          i64 stride, i64 per_row, const float* r, const float* decay, const float* alpha) {
   const Here h = here(block_size, blocks);
@@ -811,7 +818,7 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
   const int length = lengths[h.block];
   const float keep = decay[run.first_block];  // of the span: all its blocks belong to one parameter, hence one group
   const float step = mul(alpha[h.block], *in.scale);
-  const float* reciprocal = r + h.block * block_size;
+  const float* reciprocal = r != nullptr ? r + h.block * block_size : nullptr;
   float* x = reinterpret_cast<float*>(run.data);
   if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && aligned(reciprocal, 16)) {
     const Vectors at = Vectors::of(h);
@@ -820,6 +827,15 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
     load_words4(words, in.words + at.lane);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
+    if (reciprocal == nullptr) {
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) v[c][q] = sub(mul(v[c][q], keep), flip(step, words[q], at.plane_of(c)));
+        store4(x + at.at(c), v[c]);
+      }
+      return;
+    }
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) load4(w[c], reciprocal + at.at(c));
 #pragma unroll
@@ -837,7 +853,7 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
       float v[part], w[part];
       load_planes(v, run, length, h.lanes, lane, k);
 #pragma unroll
-      for (int q = 0; q < part; ++q) w[q] = reciprocal[(k + q) * h.lanes + lane];
+      for (int q = 0; q < part; ++q) w[q] = reciprocal != nullptr ? reciprocal[(k + q) * h.lanes + lane] : 1.0f;
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;

@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 6;
+constexpr int kAbi = 7;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -583,21 +583,24 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
 
 enum class Momentum { kNone, kFlat, kPacked };
 
-// y = ((a*m) + (b*g)) + e ; a missing term is +0.0
-template <Momentum M, bool G, class E> struct Worker {
+enum class Gradient { kNone, kPlain, kScaled };  // scaled: times r
+
+// y = ((a*m) + ((b*g)*r)) + e ; a missing term is +0.0
+template <Momentum M, Gradient G, class E> struct Worker {
   float a, b;
   const float* m;
   const uint32_t* m_words;
   float m_scale;
-  const float* g;
+  const float *g, *r;
   const E* e;
 
   template <int N, int R> struct Tile {
-    const float *m, *g;
+    const float *m, *g, *scale;
     const E* e;
     F<N> a, b;  // a: its product with the scale where m is packed, since a * -s == -(a * s)
     Signs<N> old[R];
-    INLINE Tile(const Worker& w, int64_t lane) : m(w.m), g(w.g), e(w.e), a(splat<N>(w.a)), b(splat<N>(w.b)) {
+    INLINE Tile(const Worker& w, int64_t lane)
+        : m(w.m), g(w.g), scale(w.r), e(w.e), a(splat<N>(w.a)), b(splat<N>(w.b)) {
       if (M == Momentum::kPacked) {
         a = splat<N>(w.a * w.m_scale);
         for (int r = 0; r < R; ++r) old[r].begin(w.m_words + lane + r * N);
@@ -607,8 +610,9 @@ template <Momentum M, bool G, class E> struct Worker {
       F<N> y = splat<N>(0.0f);
       if (M == Momentum::kFlat) y = a * load<N>(m + i);
       if (M == Momentum::kPacked) y = old[r].next(a);
-      if (G) y = y + b * load<N>(g + i);
-      else y = y + splat<N>(0.0f);
+      if (G == Gradient::kNone) y = y + splat<N>(0.0f);
+      if (G == Gradient::kPlain) y = y + b * load<N>(g + i);
+      if (G == Gradient::kScaled) y = y + (b * load<N>(g + i)) * load<N>(scale + i);
       return y + load<N>(e + i);
     }
   };
@@ -623,11 +627,12 @@ struct CompressArgs {
   const float* b;
   const float* g;
   Spans spans;
+  const float* r;
   void* e;
   Payload out;
 };
 
-template <Momentum M, bool G, class E> void compress(int threads, const CompressArgs& x) {
+template <Momentum M, Gradient G, class E> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(std::is_same_v<E, float> ? 0 : size);
@@ -646,7 +651,8 @@ template <Momentum M, bool G, class E> void compress(int threads, const Compress
         worker.m_words = old.words;
         worker.m_scale = *old.scale;
       }
-      if (G) {
+      if (G == Gradient::kScaled) worker.r = x.r + block * size;
+      if (G != Gradient::kNone) {
         worker.b = x.b[block];
         if (x.spans.data == nullptr) {
           worker.g = x.g + block * size;
@@ -735,8 +741,8 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
 
 // ----- apply and unpack -------------------------------------------------------------------------------------------------
 
-// x = x*decay - (+-(t*r))
-struct ApplyAdam {
+// x = x*decay - (+-(t*r)), or without r
+template <bool Scaled> struct ApplyAdam {
   int64_t lanes;
   float decay, t;
   const uint32_t* words;
@@ -752,7 +758,9 @@ struct ApplyAdam {
     const int64_t step = lanes, end = kPlanes * lanes + lane;
     for (int64_t i = lane; i < end; i += step)
       for (int v = 0; v < R; ++v) {
-        const F<N> update = signs[v].next(static_cast<F<N>>(factor * load<N>(from + i + v * N)));
+        F<N> size = factor;
+        if (Scaled) size = factor * load<N>(from + i + v * N);
+        const F<N> update = signs[v].next(size);
         store<N>(to + i + v * N, load<N>(to + i + v * N) * keep - update);
       }
   }
@@ -1145,22 +1153,24 @@ EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel
   result[1] = bad;
 }
 
-// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (span_data) or neither.
+// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (span_data) or neither, times r where that is given.
+template <Momentum M, class E> void compress(int threads, const CompressArgs& x) {
+  if (x.g == nullptr && x.spans.data == nullptr) return compress<M, Gradient::kNone, E>(threads, x);
+  if (x.r == nullptr) return compress<M, Gradient::kPlain, E>(threads, x);
+  compress<M, Gradient::kScaled, E>(threads, x);
+}
+
 template <Momentum M> void compress(int threads, const CompressArgs& x, int e_dtype) {
-  const bool gradient = x.g != nullptr || x.spans.data != nullptr;
-  if (e_dtype == kBfloat16)
-    gradient ? compress<M, true, Bfloat>(threads, x) : compress<M, false, Bfloat>(threads, x);
-  else
-    gradient ? compress<M, true, float>(threads, x) : compress<M, false, float>(threads, x);
+  e_dtype == kBfloat16 ? compress<M, Bfloat>(threads, x) : compress<M, float>(threads, x);
 }
 
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                            void* const* span_data, const uint8_t* span_dtype, void* e, int e_dtype, uint8_t* out_raw,
-                            int64_t out_stride, int64_t out_per_row) {
+                            void* const* span_data, const uint8_t* span_dtype, const float* r, void* e, int e_dtype,
+                            uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
-                       {spans, span_block, span_numel, span_data, span_dtype}, e, {out_raw, out_stride, out_per_row}};
+                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, {out_raw, out_stride, out_per_row}};
   if (m != nullptr) return compress<Momentum::kFlat>(threads, x, e_dtype);
   if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, e_dtype);
   compress<Momentum::kNone>(threads, x, e_dtype);
@@ -1219,7 +1229,9 @@ EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, i
       prefetch_words<false>(packed, block, lanes);
       // every block of a span belongs to one parameter, hence one group, hence one decay
       const float t = alpha[block] * *in.scale;
-      update_run(run, block_size, staged, ApplyAdam{lanes, decay[run.first_block], t, in.words, r + block * block_size, nullptr});
+      const float keep = decay[run.first_block];
+      if (r != nullptr) update_run(run, block_size, staged, ApplyAdam<true>{lanes, keep, t, in.words, r + block * block_size, nullptr});
+      else update_run(run, block_size, staged, ApplyAdam<false>{lanes, keep, t, in.words, nullptr, nullptr});
     }
   });
 }

@@ -192,8 +192,9 @@ class ReferenceKernels:
         g: Tensor | Spans | None,
         e: Tensor,
         out: Packed,
+        r: Tensor | None = None,
     ) -> None:
-        """Worker side of the exchange: bits, scale and residual of ``y = ((a*m) + (b*g)) + e`` on blocks ``[lo, hi)``.
+        """Worker side of the exchange: bits, scale and residual of ``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``.
 
         Source: docs/algorithms, compressor C and exchange, worker line.
 
@@ -208,7 +209,11 @@ class ReferenceKernels:
                 it), or None (+0.0).
             e: flat of the range, worker residual, fp32 or bf16; read and overwritten (rounded to its dtype).
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
+            r: fp32 flat of the range, reciprocal denominators by which the gradient is multiplied; None: by nothing (and None
+                with ``g=None``).
         """
+        if r is not None and g is None:
+            raise ValueError("r must be None with g=None")
         bs = bucket.block_size
         lengths = bucket.lengths[lo:hi]
         y = torch.zeros((hi - lo, bs), dtype=torch.float32, device=e.device)
@@ -221,7 +226,8 @@ class ReferenceKernels:
                 flat = torch.empty(bucket.elements, dtype=torch.float32, device=e.device)
                 self.gather(bucket, g, flat)
                 g = flat
-            y = y + b[:, None] * _as_blocks(g, bs)
+            bg = b[:, None] * _as_blocks(g, bs)
+            y = y + (bg if r is None else bg * _as_blocks(r, bs))
         else:
             y = y + 0.0
         y = y + _as_blocks(e, bs)
@@ -255,7 +261,7 @@ class ReferenceKernels:
         out.copy_(values.flatten())
 
     def apply_adam(
-        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor, decay: Tensor, alpha: Tensor
+        self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor | None, decay: Tensor, alpha: Tensor
     ) -> None:
         """Decompress and apply: ``x = x*decay - (+-(alpha*s) * r)``.
 
@@ -263,13 +269,15 @@ class ReferenceKernels:
             bucket: the block map (whole bucket).
             spans: fp32 weights, one 1-D tensor per span, updated in place; None spans are left alone.
             packed: bits and scales of all the bucket's blocks.
-            r: fp32 flat ``(elements,)``, reciprocal denominators.
+            r: fp32 flat ``(elements,)``, reciprocal denominators; None: what was exchanged holds them already.
             decay: fp32 ``(blocks,)``, ``1 - lr * weight_decay``.
             alpha: fp32 ``(blocks,)``, ``lr`` with its bias correction.
         """
         bs = bucket.block_size
         step = alpha * packed.scales.flatten()
-        update = _signed(step, unpack_bits(packed.words).flatten(0, 1)) * _as_blocks(r, bs)
+        update = _signed(step, unpack_bits(packed.words).flatten(0, 1))
+        if r is not None:
+            update = update * _as_blocks(r, bs)
         for span, x in zip(bucket.spans, spans, strict=True):
             if x is None:
                 continue

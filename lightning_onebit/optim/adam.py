@@ -21,6 +21,10 @@ class OnebitAdam(AdamMoments):
         m = exchange(b1 m + (1-b1) g_i)                        # the averaged, compressed momentum becomes m
         x -= lr*wd*x + lr * mhat / (sqrt(vhat_freeze) + eps)
 
+    With ``preconditioned=True`` it is the step, not the momentum, that is compressed: with ``D = sqrt(vhat_freeze) + eps``::
+
+        u = exchange(b1 u + (1-b1) g_i / D) ; x -= lr*wd*x + lr * uhat        # u = m/D
+
     Source: "1-bit Adam", arXiv 2102.02888, algorithm 1; this library's differences are listed in docs/differences.
 
     ``.grad`` holds the local gradient; ``step()`` does all communication it owes. Do not wrap the module in
@@ -41,6 +45,8 @@ class OnebitAdam(AdamMoments):
         block_size: elements that share one scale, a multiple of 32.
         max_grad_norm: clips the global norm (of the averaged gradient in dense steps, ``sqrt((1/n) sum_i ||g_i||^2)``
             in compressed ones).
+        preconditioned: compress the momentum divided by its denominators, so that every coordinate gets compression noise in
+            proportion to the step it would take; False: the momentum itself, as published.
         denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times their
             tensor's mean.
         process_group: ranks that train together; None: the default group.
@@ -80,6 +86,7 @@ class OnebitAdam(AdamMoments):
         block_size: int = 2048,
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
+        preconditioned: bool = True,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float = 16.0,
@@ -108,12 +115,12 @@ class OnebitAdam(AdamMoments):
                 "freeze_step": freeze_step,
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
+                "preconditioned": preconditioned,
             },
         )
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         decay = self._by_block("decay", bucket, self._decay, alike=True)
         alpha = self._by_block("alpha", bucket, lambda i: self._group(i)["lr"] / self._first_correction(i), alike=True)
-        self._kernels.apply_adam(
-            bucket, self._bind_weights(bucket), packed, bucket.slice(self._flat["r"]), decay, alpha
-        )
+        r = None if self._preconditioned else bucket.slice(self._flat["r"])
+        self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, alpha)

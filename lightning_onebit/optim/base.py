@@ -71,11 +71,15 @@ class Phase(str, Enum):
 
 
 class Coefficients(NamedTuple):
-    """What a worker puts into the exchange of a bucket: ``c = a*m + b*g`` (fp32 factors per block; m may be missing)."""
+    """What a worker puts into the exchange of a bucket: ``c = a*m + (b*g)*r``.
+
+    a, b: fp32 factors per block; m may be missing, and so may r (fp32 flat), which then counts as 1.
+    """
 
     a: Tensor | None
     m: Tensor | Packed | None
     b: Tensor
+    r: Tensor | None = None
 
 
 class OnebitOptimizer(torch.optim.Optimizer):
@@ -449,11 +453,15 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def _momentum_energy(self, bucket: Bucket) -> Tensor:
         """Sums of squares of the momentum's blocks in the units of the residuals, fp64 ``(blocks,)``."""
-        held = bucket.slice(self._flat["m"]) if "m" in self._flat else self._momentum[bucket.index]
+        held = self._held_momentum(bucket)
         if isinstance(held, Packed):
             return held.scales.flatten().double().square() * bucket.lengths
         blocks = held.view(-1, bucket.block_size)
         return torch.linalg.vector_norm(blocks, dim=1, dtype=torch.float64).square()
+
+    def _held_momentum(self, bucket: Bucket) -> Tensor | Packed:
+        """The momentum of a bucket as it travels."""
+        return bucket.slice(self._flat["m"]) if "m" in self._flat else self._momentum[bucket.index]
 
     # ----- the step template ------------------------------------------------------------------------------------------
 
@@ -727,12 +735,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
         return flat
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
-        """Worker side: compresses ``a*m + b*g + e`` of this rank's shard."""
+        """Worker side: compresses ``a*m + (b*g)*r + e`` of this rank's shard."""
         lo, hi = self._shard_blocks(bucket)
         out = self._payload(bucket, self._ranks().nodes)
         if guard := self._protected.get(bucket.index):
             guard.save()
-        (a, m, b), residual = self._lookups.worker.get(bucket.index) or self._worker_side(bucket)
+        (a, m, b, r), residual = self._lookups.worker.get(bucket.index) or self._worker_side(bucket)
         self._kernels.compress(
             bucket,
             lo,
@@ -743,6 +751,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             g=shard if shard is not None else self._contribution(bucket),
             e=residual,
             out=out,
+            r=r,
         )
         return out.raw
 
@@ -859,6 +868,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Hands the momentum arena over to the buckets, each of which replaces its part by bits after its exchange."""
         m = self._flat.pop("m", None)
         if m is not None:
+            self._to_exchanged(m)
             self._momentum = [bucket.slice(m) for bucket in self._buckets()]
 
     def _hold_momentum_flat(self) -> None:
@@ -1322,13 +1332,14 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 names it.
         """
         mine = self._rank_layout()
-        keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size"]
+        keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "preconditioned"]
         if state["tensors"]:  # before its first step an optimizer has no blocks, and nothing to load
             keys += ["numels", "bucket_blocks"]
         for key in keys:
-            if state[key] != mine[key]:
+            theirs, ours = state.get(key, False), mine.get(key, False)
+            if theirs != ours:
                 raise ValueError(
-                    f"residual state has {key}={state[key]!r}, this run has {mine[key]!r}; residuals cannot be loaded as they are"
+                    f"residual state has {key}={theirs!r}, this run has {ours!r}; residuals cannot be loaded as they are"
                 )
         self._load_rank_state(state["tensors"])
 
@@ -1353,10 +1364,22 @@ class OnebitOptimizer(torch.optim.Optimizer):
             if key != "exp_avg" and name in self._flat:
                 yield key, self._flat[name]
 
+    def _to_exchanged(self, m: Tensor, start: int = 0) -> None:
+        """From the momentum to what buckets hold and exchange, in place; ``m`` begins at element ``start`` of all blocks."""
+
+    def _from_exchanged(self, m: Tensor, start: int = 0) -> None:
+        """The inverse of ``_to_exchanged``, to rounding."""
+
     def _momentum_flat(self) -> Tensor:
         """The momentum as an fp32 flat over all blocks."""
         if "m" in self._flat:
             return self._flat["m"]
+        flat = self._exchanged_flat()
+        self._from_exchanged(flat)
+        return flat
+
+    def _exchanged_flat(self) -> Tensor:
+        """What buckets hold as momentum, as an fp32 flat over all blocks."""
         flat = torch.zeros(self._known_plan().elements, device=self._device)
         for bucket, held in zip(self._buckets(), self._momentum, strict=True):
             if isinstance(held, Packed):

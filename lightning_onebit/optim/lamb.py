@@ -333,4 +333,5 @@ class OnebitLamb(AdamMoments):
             known = books.get(name, [value] * len(self._params))
             self._scalars[name].copy_(torch.tensor(known, dtype=torch.float64))
         super()._load_phase(phase, books, saved)
-        self._load_arena("fresh", "exp_avg_sq_fresh", saved)
+        if "fresh" in self._flat:
+            self._load_arena(self._flat["fresh"], "exp_avg_sq_fresh", saved)

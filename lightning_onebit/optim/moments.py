@@ -9,13 +9,16 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.comm import Bucket, memory_order
+from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.base import Coefficients, OnebitOptimizer, Phase
 from lightning_onebit.optim.options import CommonOptions, check_flag, check_integer, check_number
 from lightning_onebit.optim.rules import (
     dense_adamw_,
     floor_second_moment_,
+    precondition_,
     reciprocal_denominator_,
     second_moment_from_reciprocal,
+    unprecondition_,
 )
 
 
@@ -29,6 +32,9 @@ class AdamMoments(OnebitOptimizer):
             check_integer(name, settings.get(name), least=1, optional=True)
         check_flag("bias_correction", settings["bias_correction"])
         check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
+        # whether the momentum travels divided by its denominators, in the units of the step that it makes
+        self._preconditioned: bool = settings.get("preconditioned", False)
+        check_flag("preconditioned", self._preconditioned)
         # by parameter index: updates of a second moment that froze, or is refreshed now and then (0/1 Adam); without an entry
         # it has been updated at every step of its parameter
         self._variance_steps: dict[int, int] = {}
@@ -51,7 +57,32 @@ class AdamMoments(OnebitOptimizer):
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
         a = self._by_block("a", bucket, lambda i: self._group(i)["betas"][0], alike=True)
         b = self._by_block("b", bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True)
-        return Coefficients(a[lo:hi], self._momentum_of(bucket, lo, hi), b[lo:hi])
+        return Coefficients(a[lo:hi], self._momentum_of(bucket, lo, hi), b[lo:hi], self._scaling(bucket, lo, hi))
+
+    def _scaling(self, bucket: Bucket, lo: int, hi: int) -> Tensor | None:
+        """What gradients are multiplied by on their way into the exchange of blocks ``[lo, hi)``."""
+        if not self._preconditioned:
+            return None
+        return bucket.slice(self._flat["r"])[lo * bucket.block_size : hi * bucket.block_size]
+
+    def _to_exchanged(self, m: Tensor, start: int = 0) -> None:
+        if self._preconditioned and "r" in self._flat:
+            precondition_(m, self._flat["r"][start : start + m.numel()])
+
+    def _from_exchanged(self, m: Tensor, start: int = 0) -> None:
+        if self._preconditioned and "r" in self._flat:
+            unprecondition_(m, self._flat["r"][start : start + m.numel()])
+
+    def _held_momentum(self, bucket: Bucket) -> Tensor | Packed:
+        held = super()._held_momentum(bucket)
+        if self._preconditioned and "m" in self._flat and "r" in self._flat:
+            assert isinstance(held, Tensor)
+            return held * bucket.slice(self._flat["r"])
+        return held
+
+    def _rank_layout(self) -> dict[str, Any]:
+        # the units of the residuals; the key is missing where they are the momentum's, as in states of earlier releases
+        return {**super()._rank_layout(), **({"preconditioned": True} if self._preconditioned else {})}
 
     def _enter_compressed(self) -> None:
         """Inverts the denominators once; v gives its memory to them."""
@@ -107,6 +138,9 @@ class AdamMoments(OnebitOptimizer):
             return
         r = self._flat["r"]
         yield "reciprocal_denominator", r
+        if self._preconditioned and "m" not in self._flat:
+            # exact, where exp_avg is the same to rounding
+            yield "preconditioned_momentum", self._exchanged_flat()
         if "v" in self._flat:
             return
         # For others (plain AdamW, another world): the floored moments. A plain Adam that went on with v = 0 under a
@@ -143,14 +177,29 @@ class AdamMoments(OnebitOptimizer):
                     self._moment("v", i).mul_(self._age(i))
             self._variance_steps = {}
         super()._load_phase(phase, books, saved)
-        # exact, where v from the checkpoint is exact only to rounding
-        self._load_arena("r", "reciprocal_denominator", saved)
+        self._load_frozen(saved)
 
-    def _load_arena(self, name: str, key: str, saved: dict[int, dict[str, Tensor]]) -> None:
-        """Copies per-parameter tensors of a checkpoint into an arena, if both are there."""
-        if name not in self._flat:
+    def _load_frozen(self, saved: dict[int, dict[str, Tensor]]) -> None:
+        """Denominators and momentum as they were, where those made of ``exp_avg_sq`` and ``exp_avg`` are the same to rounding."""
+        if "r" not in self._flat:
             return
+        self._load_arena(self._flat["r"], "reciprocal_denominator", saved)
+        if not self._preconditioned:
+            return
+        m = torch.zeros_like(self._flat["r"])
+        if any("preconditioned_momentum" in state for state in saved.values()):
+            self._flat.pop("m", None)
+            self._load_arena(m, "preconditioned_momentum", saved)
+            self._momentum = [bucket.slice(m) for bucket in self._buckets()]
+            return
+        self._load_arena(m, "exp_avg", saved)
+        self._flat["m"], self._momentum = m, []
+        if self._phase is Phase.COMPRESSED:
+            self._hold_momentum_by_bucket()
+
+    def _load_arena(self, flat: Tensor, key: str, saved: dict[int, dict[str, Tensor]]) -> None:
+        """Copies per-parameter tensors of a checkpoint, where there are any, into a flat over all blocks."""
         for i, state in saved.items():
             if key in state and i in self._slot_of:
                 like = torch.empty_like(self._params[i], dtype=torch.float32).copy_(state[key])
-                self._part(self._flat[name], self._slot_of[i]).copy_(memory_order(like))
+                self._part(flat, self._slot_of[i]).copy_(memory_order(like))

@@ -68,10 +68,11 @@ class Redistribution:
         Raises:
             ValueError: written by another algorithm, at another step, or for other parameters or blocks.
         """
-        for key in ("algorithm", "steps", "block_size", "numels"):
-            if theirs[key] != self._mine[key]:
+        for key in ("algorithm", "steps", "block_size", "numels", "preconditioned"):
+            saved, wanted = theirs.get(key, False), self._mine.get(key, False)
+            if saved != wanted:
                 raise ValueError(
-                    f"residuals were saved with {key}={theirs[key]!r}, this run has {self._mine[key]!r}, and cannot be redistributed"
+                    f"residuals were saved with {key}={saved!r}, this run has {wanted!r}, and cannot be redistributed"
                 )
         size, size_per_node = theirs["world_size"], theirs["ranks_per_node"]
         copies = {_WORKER: size // size_per_node, _SERVER: 1, _WHOLE: size}

@@ -35,6 +35,9 @@ class ZeroOneAdam(AdamMoments):
         ... a synchronisation:  ubar = exchange(u_i) ; m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u
         = S = 0
 
+    With ``preconditioned=True`` what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the very change of
+    the weights, ``exchange(lr_t*(b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/D)``, and ``m = ubar*D/lr_t`` or ``ubar*D/S``.
+
     Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
 
     Between synchronisations replicas differ on purpose; ``consensus()`` shows the model that all ranks share, and
@@ -59,6 +62,7 @@ class ZeroOneAdam(AdamMoments):
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
         denominator_floor: see ``OnebitAdam``.
+        preconditioned: see ``OnebitAdam``.
         process_group: see ``OnebitAdam``.
         force_compression: see ``OnebitAdam``.
         bucket_mb: see ``OnebitAdam``.
@@ -98,6 +102,7 @@ class ZeroOneAdam(AdamMoments):
         block_size: int = 2048,
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
+        preconditioned: bool = True,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float = 16.0,
@@ -141,6 +146,7 @@ class ZeroOneAdam(AdamMoments):
                 "var_freeze_step": var_freeze_step,
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
+                "preconditioned": preconditioned,
                 "var_update_scaler": var_update_scaler,
                 "local_step_scaler": local_step_scaler,
                 "local_step_clipper": local_step_clipper,
@@ -440,16 +446,17 @@ class ZeroOneAdam(AdamMoments):
 
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
         if self._exchanging_local:
-            return Coefficients(None, None, torch.ones(hi - lo, device=self._device))
+            ones = torch.ones(hi - lo, device=self._device)
+            return Coefficients(None, None, ones, self._scaling(bucket, lo, hi))
         a = self._by_block("a", bucket, lambda i: self._lr_t(i) * self._group(i)["betas"][0], alike=True)[lo:hi]
         b = self._by_block(
             "b", bucket, lambda i: self._lr_t(i) * (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True
         )
-        return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi])
+        return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi], self._scaling(bucket, lo, hi))
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         ones = torch.ones(bucket.blocks, device=self._device)
-        r = bucket.slice(self._flat["r"])
+        r = None if self._preconditioned else bucket.slice(self._flat["r"])
         if not self._exchanging_local:
             decay = self._by_block("decay", bucket, self._decay, alike=True)
             self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, ones)
@@ -465,6 +472,7 @@ class ZeroOneAdam(AdamMoments):
         idle = upload([not self._active[i] for i in self._slots], self._device)[bucket.block_param]
         kept = momentum.view(-1, bucket.block_size)[idle]
         self._kernels.unpack(packed, bucket.lengths, momentum)
+        self._from_exchanged(momentum, bucket.first_block * bucket.block_size)
         momentum.view(-1, bucket.block_size)[idle] = kept
         u.zero_()
 
@@ -544,4 +552,4 @@ class ZeroOneAdam(AdamMoments):
         super()._load_phase(phase, books, saved)
         if phase is Phase.WARMUP and self.compresses and any("reciprocal_denominator" in s for s in saved.values()):
             self._prepare_one_bit()
-            self._load_arena("r", "reciprocal_denominator", saved)
+            self._load_frozen(saved)

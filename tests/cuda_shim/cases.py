@@ -143,7 +143,9 @@ def _present(tensors: Sequence[Tensor | None]) -> Results:
 # ----- the cases ----------------------------------------------------------------------------------------------------------------
 
 
-def compress(w: World, momentum: str, gradient: str, residual: torch.dtype = torch.float32) -> Results:
+def compress(
+    w: World, momentum: str, gradient: str, residual: torch.dtype = torch.float32, preconditioned: bool = False
+) -> Results:
     e, out = w.residual(residual), w.output()
     m = {"none": None, "flat": w.flat(), "packed": w.momentum()}[momentum]
     g = {
@@ -157,19 +159,20 @@ def compress(w: World, momentum: str, gradient: str, residual: torch.dtype = tor
         "tiny": lambda: w.residual(torch.float32),
     }[gradient]()
     a, b = w.factors(w.blocks), w.factors(w.blocks)
-    w.kernels.compress(
-        w.bucket, 0, w.blocks, a=None if m is None else a, m=m, b=None if g is None else b, g=g, e=e, out=out
-    )
+    factors = {"a": None if m is None else a, "b": None if g is None else b}
+    r = w.flat() if preconditioned else None
+    w.kernels.compress(w.bucket, 0, w.blocks, m=m, g=g, e=e, out=out, r=r, **factors)
     return [e, out.raw]
 
 
-def compress_range(w: World, residual: torch.dtype = torch.float32) -> Results:
+def compress_range(w: World, residual: torch.dtype = torch.float32, preconditioned: bool = False) -> Results:
     lo, hi = w.row_blocks, 2 * w.row_blocks
     part = slice(lo * w.size, hi * w.size)
     e, g, out = w.residual(residual)[part], w.flat()[part], w.payload(1, w.row_blocks, fill=False)
     m = w.momentum().narrow(1, 1)
     a, b = w.factors(w.blocks), w.factors(w.blocks)
-    w.kernels.compress(w.bucket, lo, hi, a=a[lo:hi], m=m, b=b[lo:hi], g=g, e=e, out=out)
+    r = w.flat()[part] if preconditioned else None
+    w.kernels.compress(w.bucket, lo, hi, a=a[lo:hi], m=m, b=b[lo:hi], g=g, e=e, out=out, r=r)
     return [e, out.raw]
 
 
@@ -215,10 +218,10 @@ def scatter_odd(w: World) -> Results:
     return _present(spans)
 
 
-def apply_adam(w: World, shift: int) -> Results:
+def apply_adam(w: World, shift: int, preconditioned: bool = False) -> Results:
     spans = w.spans(dtypes=DTYPES[:1], shift=shift)
     r, decay, alpha = w.flat(positive=True), w.per_param(0.9), w.per_param(0.0, 0.1)
-    w.kernels.apply_adam(w.bucket, spans, w.momentum(), r, decay, alpha)
+    w.kernels.apply_adam(w.bucket, spans, w.momentum(), None if preconditioned else r, decay, alpha)
     return _present(spans)
 
 
@@ -304,6 +307,18 @@ CASES: dict[str, Callable[[World], Results]] = {
         for g in ("none", "flat", "spans", "fp32", "bf16", "shifted", "odd")
     },
     "compress range": compress_range,
+    **{
+        f"compress {m} {g} times r, {str(dtype).removeprefix('torch.')} residual": (
+            lambda w, m=m, g=g, dtype=dtype: compress(w, m, g, dtype, preconditioned=True)
+        )
+        for m, g, dtype in (
+            ("none", "flat", torch.float32),
+            ("flat", "odd", torch.float32),
+            ("packed", "spans", torch.float32),
+            ("packed", "bf16", torch.bfloat16),
+        )
+    },
+    "compress range times r": lambda w: compress_range(w, preconditioned=True),
     **{f"reduce {rows}": (lambda w, rows=rows: reduce(w, rows)) for rows in (1, 2, 3, 7)},
     **{
         f"compress {m} {g}, bf16 residual": (lambda w, m=m, g=g: compress(w, m, g, torch.bfloat16))
@@ -317,6 +332,7 @@ CASES: dict[str, Callable[[World], Results]] = {
     "gather odd": gather_odd,
     "scatter odd": scatter_odd,
     **{f"apply_adam shifted {s}": (lambda w, s=s: apply_adam(w, s)) for s in (0, 1)},
+    **{f"apply_adam shifted {s} without r": (lambda w, s=s: apply_adam(w, s, preconditioned=True)) for s in (0, 1)},
     **{f"lamb_update {old}": (lambda w, old=old: lamb_update(w, old)) for old in ("flat", "packed")},
     **{f"lamb_apply shifted {s}": (lambda w, s=s: lamb_apply(w, s)) for s in (0, 1)},
     **{f"local_step {g}": (lambda w, g=g: local_step(w, g)) for g in ("spans", "shifted", "odd")},

@@ -18,6 +18,7 @@ from oracle.common import (
     present,
     squared_norm,
     step_over,
+    times_denominator,
     zero_if_missing,
 )
 
@@ -37,6 +38,7 @@ class Adam:
         bias_correction: as torch.optim.AdamW, or none.
         block_size: elements per block.
         phi: denominator floor.
+        preconditioned: m/D travels, with D the denominators, rather than m.
         max_norm: clip the global norm.
         compressed: per tensor, False for one that stays dense for ever (``compress=False``).
         ranks_per_node: hierarchical exchange.
@@ -56,6 +58,7 @@ class Adam:
         bias_correction: bool = True,
         block_size: int = 2048,
         phi: float = 0.1,
+        preconditioned: bool = True,
         max_norm: float | None = None,
         compressed: Sequence[bool] | None = None,
         ranks_per_node: int = 1,
@@ -63,6 +66,7 @@ class Adam:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
         self.n, self.lr, self.b1, self.b2, self.eps, self.wd = n, lr, b1, b2, eps, wd
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
+        self.preconditioned = preconditioned
         self.compressed = [True] * len(x) if compressed is None else list(compressed)
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
@@ -91,9 +95,14 @@ class Adam:
             self.t[l] += 1
             local = [factor * a for a in zero_if_missing(g, l, self.x[l].size)]
             if self.frozen and self.compressed[l]:
-                # m = exchange(b1 m + (1-b1) g_i)
-                self.m[l] = self.exchange(l, [self.b1 * self.m[l] + (1 - self.b1) * local[i] for i in range(self.n)])
+                # m = exchange(b1 m + (1-b1) g_i), or m/D = exchange((b1 m + (1-b1) g_i)/D)
                 vd = floored(self.v[l], self.phi)
+                D = (vd, self.k[l], self.b2, self.eps, self.bias_correction)
+                sent = [self.b1 * self.m[l] + (1 - self.b1) * local[i] for i in range(self.n)]
+                if self.preconditioned:
+                    self.m[l] = times_denominator(self.exchange(l, [step_over(c, *D) for c in sent]), *D)
+                else:
+                    self.m[l] = self.exchange(l, sent)
             else:
                 mean = np.mean(local, axis=0)  # g = mean_i g_i (dense)
                 self.m[l] = self.b1 * self.m[l] + (1 - self.b1) * mean  # m = b1 m + (1-b1) g

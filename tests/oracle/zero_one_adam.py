@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from oracle.blocks import Array, Exchange, node_means
-from oracle.common import Gradients, finite, flatten, floored, present, step_over, zero_if_missing
+from oracle.common import Gradients, finite, flatten, floored, present, step_over, times_denominator, zero_if_missing
 
 
 class VariancePolicy:
@@ -94,13 +94,14 @@ class ZeroOneAdam:
         bias_correction: bool = True,
         block_size: int = 2048,
         phi: float = 0.1,
+        preconditioned: bool = True,
         ranks_per_node: int = 1,
     ) -> None:
         start = [np.array(a, dtype=np.float64).ravel() for a in x]
         sizes = [a.size for a in start]
         self.n, self.lr, self.b1, self.b2, self.eps, self.wd = n, lr, b1, b2, eps, wd
         self.var_freeze_step, self.bias_correction, self.phi = var_freeze_step, bias_correction, phi
-        self.ranks_per_node = ranks_per_node
+        self.ranks_per_node, self.preconditioned = ranks_per_node, preconditioned
         self.T_v = VariancePolicy(var_freeze_step, var_update_scaler)
         self.T_u = SyncPolicy(var_freeze_step, local_step_scaler, local_step_clipper, local_step_policy)
         self.xs = [[a.copy() for a in start] for _ in range(n)]
@@ -161,6 +162,13 @@ class ZeroOneAdam:
         vd = floored(self.v[l], self.phi) if self.compressed_once else self.v[l]
         return step_over(update, vd, self.k[l], self.b2, self.eps, self.bias_correction)
 
+    def _exchanged(self, l: int, c: Sequence[Array]) -> Array:
+        """``exchange(c_i)``, or ``exchange(c_i/D)*D``, where what travels is the change of the weights."""
+        if not self.preconditioned:
+            return self.exchange(l, c)
+        D = (floored(self.v[l], self.phi), self.k[l], self.b2, self.eps, self.bias_correction)
+        return times_denominator(self.exchange(l, [step_over(a, *D) for a in c]), *D)
+
     def _set_all(self, l: int, m: Array, x: Array) -> None:
         for i in range(self.n):
             self.ms[i][l], self.xs[i][l] = m.copy(), x.copy()
@@ -182,7 +190,7 @@ class ZeroOneAdam:
     def _compressed(self, l: int, g: Sequence[Array]) -> None:
         x, lr_t = self.xs[0][l], self._lr_t(l)
         # ubar = exchange(lr_t*(b1 m + (1-b1) g_i))
-        ubar = self.exchange(l, [lr_t * (self.b1 * self.ms[i][l] + (1 - self.b1) * g[i]) for i in range(self.n)])
+        ubar = self._exchanged(l, [lr_t * (self.b1 * self.ms[i][l] + (1 - self.b1) * g[i]) for i in range(self.n)])
         # m = ubar/lr_t ; x -= lr*wd*x + ubar/(sqrt(vhat)+eps)
         self._set_all(l, ubar / lr_t, x - self.lr * self.wd * x - self._over_denominator(l, ubar))
 
@@ -202,7 +210,7 @@ class ZeroOneAdam:
 
     def _sync(self, l: int, g: Sequence[Array]) -> None:
         self._local(l, g)
-        ubar = self.exchange(l, [self.u[i][l] for i in range(self.n)])  # ubar = exchange(u_i)
+        ubar = self._exchanged(l, [self.u[i][l] for i in range(self.n)])  # ubar = exchange(u_i)
         # m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u = 0 ; S = 0
         self._set_all(l, ubar / self.S[l], self.anchor[l] - self._over_denominator(l, ubar))
         for i in range(self.n):
