@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_world, snapshot, train
 
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
+from lightning_onebit.optim.redistribute import Redistribution
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 ALGORITHMS = list(CLASSES)
@@ -194,6 +195,46 @@ def test_cold_and_nearly_cold_rows_stay_bounded(algorithm: str) -> None:
     assert worst(1e-6, denominator_floor=0.0, **unpublished)[0] > 2000, "the floor is what bounds them"
     if unpublished:
         assert worst(1e-6, denominator_floor=0.0)[0] < 3 * warm, "so does what travels in the units of the step"
+
+
+# ----- what is compressed: the momentum, or the momentum divided by its denominators ------------------------------------------------
+
+
+def other_rule_worker(group: Any, rank: int, world: int, made: Problem) -> None:
+    """The state of one rule in an optimizer of the other, and in one of its own without what only this release saves."""
+    params = made.parameters()
+    optimizer = made.build(params, process_group=group)
+    for t in range(made.steps):
+        made.put(params, t, rank)
+        optimizer.step()
+    state, residuals = optimizer.state_dict(), optimizer.residual_state_dict()
+    preconditioned = made.options["preconditioned"]
+    assert any("preconditioned_momentum" in s for s in state["state"].values()) == preconditioned
+    other = made.build(made.parameters(), process_group=group, preconditioned=not preconditioned)
+    other.load_state_dict(state)
+    message = f"preconditioned={preconditioned}, this run has {not preconditioned}"
+    with pytest.raises(ValueError, match=message):
+        other.load_residual_state_dict(residuals)
+    with pytest.raises(ValueError, match=message):
+        Redistribution(other.residual_state_dict()).add(residuals)
+    for s in state["state"].values():
+        s.pop("preconditioned_momentum", None)
+    again = made.build(made.parameters(), process_group=group)
+    again.load_state_dict(state)
+    again.load_residual_state_dict(residuals)
+    for one in (other, again):
+        for i, s in one.state_dict()["state"].items():
+            torch.testing.assert_close(s["exp_avg"], state["state"][i]["exp_avg"], rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("preconditioned", [True, False])
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "zero_one_adam"])
+def test_residuals_of_the_other_rule_are_refused_and_the_momentum_is_converted(
+    algorithm: str, preconditioned: bool
+) -> None:
+    # the last step is a one-bit round, with gap 1 if there are local steps
+    made = problem(algorithm, {"preconditioned": preconditioned}, steps=8 if algorithm == "onebit_adam" else 6)
+    run_world(other_rule_worker, 2, made)
 
 
 # ----- groups that stay dense, and worlds of one ------------------------------------------------------------------------------------
