@@ -555,9 +555,9 @@ HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
 FROZEN_RATIOS: Options = (("track_weight_norm", False),)  # 1-bit LAMB as published
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
-MOMENTUM: Options = (
-    ("preconditioned", False),
-)  # 1-bit Adam and 0/1 Adam as published: the momentum itself is compressed
+# 1-bit Adam as published compresses the momentum itself; 0/1 Adam can compress steps
+MOMENTUM: Options = (("preconditioned", False),)
+STEPS: Options = (("preconditioned", True),)
 
 
 def studies() -> dict[str, list[Chain]]:
@@ -626,28 +626,30 @@ def studies() -> dict[str, list[Chain]]:
         ],
         # what decides the gaps: each with one thing changed
         "causes": [
-            digits("onebit_adam", seeds=MANY_SEEDS, variants=((("freeze_step", 480),),)),
+            digits("onebit_adam", refine=True, seeds=MANY_SEEDS, variants=((("freeze_step", 480),),)),
             digits("zero_one_adam", variants=((("local_step_clipper", 1),),)),
             digits("zero_one_adam", seeds=MANY_SEEDS, variants=((("var_freeze_step", 1200),),)),
             # each guard of BinSGDM alone taken away
             digits("binsgdm", variants=UNGUARDED),
             Chain("text", "binsgdm", 4, start=8, refine=False, variants=UNGUARDED),
         ],
-        # the papers' rule of 1-bit Adam and 0/1 Adam
+        # 1-bit Adam by the paper's rule
         "momentum": [
             Chain(
                 "text", "onebit_adam", 4, MOMENTUM, variants=momentum_floors[1:], also=(two, four, sixteen, sixty_four)
             ),
-            Chain("text", "zero_one_adam", 4, MOMENTUM, variants=momentum_floors[1:], also=(four, sixteen, sixty_four)),
             Chain("words", "onebit_adam", 4, MOMENTUM, refine=False, variants=momentum_floors),
             digits(
                 "onebit_adam", options=MOMENTUM, variants=momentum_floors, also=((2, True, SEEDS), (16, False, SEEDS))
             ),
             digits("onebit_adam", options=MOMENTUM, seeds=MANY_SEEDS, variants=((("freeze_step", 480), *MOMENTUM),)),
-            digits(
-                "zero_one_adam", options=MOMENTUM, seeds=MANY_SEEDS, variants=((*MOMENTUM, ("var_freeze_step", 1200)),)
-            ),
-            digits("zero_one_adam", options=MOMENTUM, variants=((("local_step_clipper", 1), *MOMENTUM),)),
+            digits("onebit_adam", options=MOMENTUM, refine=True, seeds=MANY_SEEDS),
+        ],
+        # 0/1 Adam by 1-bit Adam's rule
+        "preconditioned": [
+            Chain("text", "zero_one_adam", 4, STEPS, start=8, also=((2, True, (0,)), four, sixteen, sixty_four)),
+            digits("zero_one_adam", options=STEPS, refine=True, seeds=MANY_SEEDS),
+            digits("zero_one_adam", options=STEPS, seeds=MANY_SEEDS, variants=((*STEPS, ("var_freeze_step", 1200)),)),
         ],
         # residuals in half the memory, at the lr of whole ones
         "residuals": [

@@ -20,7 +20,7 @@ from typing import Any
 import convergence
 import torch
 from _common import machine_info, write_json
-from convergence import DIGITS_SEEDS, RESULTS, SEEDS, TASKS, Job, read_runs, run_job, schedule
+from convergence import DIGITS_SEEDS, MOMENTUM, RESULTS, SEEDS, TASKS, Job, read_runs, run_job, schedule
 
 from lightning_onebit.callbacks.freeze import DEFAULT_THRESHOLD, LearningRateWatch, StabilityRule, volume_reduction
 from lightning_onebit.optim import OnebitAdam
@@ -67,7 +67,8 @@ def settling(task_name: str, seed: int) -> tuple[int | None, list[tuple[int, flo
 def job(task: str, seed: int, freeze_step: int) -> Job:
     """1-bit Adam on four workers, dense for ``freeze_step`` steps."""
     lr, beta2, _ = CASES[task]
-    options: Any = (("betas", (0.9, beta2)), ("freeze_step", freeze_step))
+    # the published rule, of which these results are
+    options: Any = (("betas", (0.9, beta2)), ("freeze_step", freeze_step), *MOMENTUM)
     return Job(task, "onebit_adam", lr, seed, WORKERS, False, options)
 
 

@@ -21,12 +21,17 @@ from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 ALGORITHMS = list(CLASSES)
 ADAM_LIKE = ALGORITHMS[:3]
+# 0/1 Adam converts its momentum whenever the denominators change
+RULES = [*ALGORITHMS, "zero_one_adam, preconditioned"]
 STEPS = 16
 
 
 def problem(algorithm: str, options: dict[str, Any] | None = None, **differing: Any) -> Problem:
     """16 steps across every phase change."""
+    algorithm, _, rule = algorithm.partition(", ")
     settings = {"lr": 0.01, "weight_decay": 0.1, "block_size": 32, **CROSSING[algorithm], **(options or {})}
+    if rule:
+        settings[rule] = True
     steps = differing.pop("steps", STEPS)
     return Problem(steps, settings, **{"shapes": SMALL, "algorithm": algorithm, **differing})
 
@@ -51,7 +56,7 @@ def stepwise(group: Any, rank: int, world: int, made: Problem) -> list[dict[str,
 
 
 @pytest.mark.parametrize("bucket_mb", [16.0, 0.0005])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RULES)
 def test_a_parameter_without_gradient_on_all_ranks_is_left_alone_exactly(algorithm: str, bucket_mb: float) -> None:
     """In every phase, in buckets of its own and in shared ones: weights and state of the tensor do not move by a bit."""
     gone = {1: (0,), 4: (0, 1), 5: (4,), 7: (0,), 9: (4, 3), 10: (0, 1, 2, 3, 4), 12: (0,), 14: (4,)}
@@ -62,7 +67,7 @@ def test_a_parameter_without_gradient_on_all_ranks_is_left_alone_exactly(algorit
         for t, ls in gone.items():
             before, after = states[t - 1], states[t]
             # a synchronisation brings in what earlier local steps have done
-            joins = algorithm == "zero_one_adam" and not synchronised(before) and synchronised(after)
+            joins = made.algorithm == "zero_one_adam" and not synchronised(before) and synchronised(after)
             for l in ls:
                 if joins:
                     continue
@@ -70,7 +75,7 @@ def test_a_parameter_without_gradient_on_all_ranks_is_left_alone_exactly(algorit
                 for key in set(before["state"].get(l, {})) & set(after["state"].get(l, {})):
                     # the bitmap is merged at t = 2^k, gradient or not; v is recomputed from its inverse after the freeze
                     frozen = before["books"]["phase"] != after["books"]["phase"]
-                    if key == "exp_avg" and algorithm == "zero_one_adam":
+                    if key == "exp_avg" and algorithm.endswith("preconditioned"):
                         # divided by denominators and multiplied again
                         torch.testing.assert_close(after["state"][l][key], before["state"][l][key], rtol=1e-6, atol=0)
                     elif key != "live" and not (key == "exp_avg_sq" and frozen):
@@ -111,7 +116,7 @@ def broken_worker(group: Any, rank: int, world: int, made: Problem) -> Any:
     return unchanged, optimizer.steps, optimizer.skipped_steps
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RULES)
 def test_nan_on_one_rank_skips_the_step_on_all_and_changes_nothing(algorithm: str) -> None:
     broken = frozenset({(1, 1, 0), (5, 0, 4), (9, 1, 3), (13, 0, 1)})
     for unchanged, steps, skipped in run_world(broken_worker, 3, problem(algorithm, broken=broken)):
@@ -191,10 +196,11 @@ def test_cold_and_nearly_cold_rows_stay_bounded(algorithm: str) -> None:
     # warm coordinates stay within what they do without cold rows beside them
     assert cold < 3 * warm
     assert worst(1e-6)[0] < 200 * max(1.0, warm / 4)
-    unpublished = {} if algorithm == "onebit_lamb" else {"preconditioned": False}
-    assert worst(1e-6, denominator_floor=0.0, **unpublished)[0] > 2000, "the floor is what bounds them"
-    if unpublished:
-        assert worst(1e-6, denominator_floor=0.0)[0] < 3 * warm, "so does what travels in the units of the step"
+    momentum = {} if algorithm == "onebit_lamb" else {"preconditioned": False}
+    assert worst(1e-6, denominator_floor=0.0, **momentum)[0] > 2000, "the floor is what bounds them"
+    if momentum:
+        bounded = worst(1e-6, denominator_floor=0.0, preconditioned=True)[0]
+        assert bounded < 3 * warm, "so does what travels in the units of the step"
 
 
 # ----- what is compressed: the momentum, or the momentum divided by its denominators ------------------------------------------------
@@ -307,7 +313,7 @@ def test_force_compression_follows_the_oracle_of_one_worker(algorithm: str) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RULES)
 def test_16_bit_parameters_are_the_rounded_masters_of_an_fp32_run(algorithm: str, dtype: torch.dtype) -> None:
     """Gradients that 16 bits hold exactly: the masters take the very steps of fp32 parameters."""
     made = problem(algorithm, dtype=dtype, quantum=0.25)
@@ -331,7 +337,7 @@ def test_16_bit_parameters_are_the_rounded_masters_of_an_fp32_run(algorithm: str
             assert equal(ours["residuals"][key], value), key
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RULES)
 def test_every_backend_gives_the_same_bits(algorithm: str) -> None:
     try:
         get_backend("cpu", torch.device("cpu"))
@@ -411,11 +417,11 @@ def resumed_worker(group: Any, rank: int, world: int, made: Problem, ats: tuple[
 
 
 #: before the first step, in the warm-up, at the freeze, after it; 0/1 Adam: between one-bit rounds and in local steps as well
-POINTS = {"zero_one_adam": (0, 2, 4, 6, 9, 11, 12, 13, 15)}
+POINTS = dict.fromkeys(["zero_one_adam", "zero_one_adam, preconditioned"], (0, 2, 4, 6, 9, 11, 12, 13, 15))
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RULES)
 def test_saved_state_continues_bit_for_bit(algorithm: str, ranks_per_node: int) -> None:
     ats = POINTS.get(algorithm, (0, 2, 4, 5, 9))
     made = problem(algorithm)
@@ -459,7 +465,7 @@ def elsewhere(group: Any, rank: int, world: int, made: Problem, file: bytes, ste
 
 
 @pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", RULES)
 def test_the_shared_part_alone_continues_in_any_world(algorithm: str, world: int) -> None:
     """Residuals and local progress start from zero: weights are those saved, steps stay of their usual size, replicas are equal."""
     made = problem(algorithm, {"weight_decay": 0.0})

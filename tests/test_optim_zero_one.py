@@ -79,7 +79,7 @@ CASES = {
     "interval": problem(),
     "interval, no bias correction": problem(options={**SCHEDULE, "bias_correction": False}),
     "learning rate": problem(options=BY_LR, lrs=HALVED),
-    "momentum as published": problem(options={**SCHEDULE, "preconditioned": False}),
+    "preconditioned": problem(options={**SCHEDULE, "preconditioned": True}),
 }
 
 

@@ -62,7 +62,8 @@ class ZeroOneAdam(AdamMoments):
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
         denominator_floor: see ``OnebitAdam``.
-        preconditioned: see ``OnebitAdam``.
+        preconditioned: compress updates divided by their denominators, see ``OnebitAdam``. Off by default: it made some tasks
+            better and others worse (docs/convergence).
         process_group: see ``OnebitAdam``.
         force_compression: see ``OnebitAdam``.
         bucket_mb: see ``OnebitAdam``.
@@ -102,7 +103,7 @@ class ZeroOneAdam(AdamMoments):
         block_size: int = 2048,
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
-        preconditioned: bool = True,
+        preconditioned: bool = False,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float = 16.0,

@@ -94,7 +94,7 @@ class ZeroOneAdam:
         bias_correction: bool = True,
         block_size: int = 2048,
         phi: float = 0.1,
-        preconditioned: bool = True,
+        preconditioned: bool = False,
         ranks_per_node: int = 1,
     ) -> None:
         start = [np.array(a, dtype=np.float64).ravel() for a in x]
