@@ -213,7 +213,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gather": (_LONG, _LONG, *_SPANS, _POINTER),
     "scatter": (_LONG, _LONG, *_SPANS, _POINTER),
     "grad_stats": (_LONG, _POINTER, _POINTER, _POINTER, _POINTER),
-    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, _POINTER, _POINTER, *_SPANS, _POINTER, *_RESIDUAL, *_PAYLOAD),
+    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, *[_POINTER] * 2, *_SPANS, _POINTER, *_RESIDUAL, *_PAYLOAD),
     "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
