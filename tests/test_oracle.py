@@ -113,12 +113,17 @@ def test_adam_warmup_is_torch_adamw_on_averaged_gradients() -> None:
         assert np.allclose(a, p.detach().numpy().ravel(), rtol=1e-12, atol=1e-14)
 
 
-def test_adam_first_compressed_step_by_hand() -> None:
-    ours = Adam(
-        [np.array([1.0, 1.0])], 2, lr=0.1, b1=0.5, b2=0.75, eps=0.0, wd=0.5, T_w=1, bias_correction=False, phi=0.0
-    )
+def warmed_up(preconditioned: bool) -> Adam:
+    """After one dense step with m = (1, -2) and denominators (1, 2)."""
+    settings = {"lr": 0.1, "b1": 0.5, "b2": 0.75, "eps": 0.0, "wd": 0.5, "T_w": 1, "bias_correction": False, "phi": 0.0}
+    ours = Adam([np.array([1.0, 1.0])], 2, preconditioned=preconditioned, **settings)
     ours.step([[np.array([2.0, -4.0])], [np.array([2.0, -4.0])]])
     assert ours.m[0].tolist() == [1.0, -2.0] and ours.v[0].tolist() == [1.0, 4.0]
+    return ours
+
+
+def test_adam_first_compressed_step_by_hand() -> None:
+    ours = warmed_up(preconditioned=False)
     x = ours.x[0].copy()
     ours.step([[np.array([1.0, 0.0])], [np.array([-1.0, 0.0])]])
     # y_0 = (1, -1), s = 1 ; y_1 = (0, -1), s = sqrt(1/2), the sign of 0 is +
@@ -127,6 +132,19 @@ def test_adam_first_compressed_step_by_hand() -> None:
     assert np.allclose(ours.m[0], z) and np.allclose(ours.exchange.e[0][0], 0)
     assert np.allclose(ours.exchange.e[1][0], [-s, -1 + s])
     assert np.allclose(ours.x[0], x - 0.1 * 0.5 * x - 0.1 * ours.m[0] / np.array([1.0, 2.0]))
+
+
+def test_adam_first_preconditioned_step_by_hand() -> None:
+    ours = warmed_up(preconditioned=True)
+    x = ours.x[0].copy()
+    ours.step([[np.array([1.0, 0.0])], [np.array([-1.0, 0.0])]])
+    # u = m/D = (1, -1) ; y_0 = (1, -1/2), s_0 = sqrt(5/8) ; y_1 = (0, -1/2), s_1 = sqrt(1/8)
+    s = np.sqrt([5 / 8, 1 / 8])
+    u = np.array([s.sum() / 2, -s.sum() / 2])
+    assert np.allclose(ours.m[0], u * [1.0, 2.0])
+    assert np.allclose(ours.exchange.e[0][0], [1 - s[0], -0.5 + s[0]])
+    assert np.allclose(ours.exchange.e[1][0], [-s[1], -0.5 + s[1]])
+    assert np.allclose(ours.x[0], x - 0.1 * 0.5 * x - 0.1 * u)
 
 
 def test_adam_skips_everything_when_one_worker_is_not_finite() -> None:
