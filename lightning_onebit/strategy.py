@@ -114,7 +114,7 @@ class OnebitMixin(_Base):
         factor_min: see ``OnebitLamb``.
         factor_threshold: see ``OnebitLamb``.
         track_weight_norm: see ``OnebitLamb``.
-        preconditioned: 1-bit Adam and 0/1 Adam: compress the momentum divided by its denominators, see ``OnebitAdam``.
+        preconditioned: compress the momentum divided by its denominators (``OnebitAdam``). None: True for 1-bit Adam, False for 0/1 Adam.
         var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.

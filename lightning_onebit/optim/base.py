@@ -1340,6 +1340,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             if theirs != ours:
                 raise ValueError(
                     f"residual state has {key}={theirs!r}, this run has {ours!r}; residuals cannot be loaded as they are"
+                    + (f": continue with {key}={theirs!r}" if key in ("block_size", "preconditioned") else "")
                 )
         self._load_rank_state(state["tensors"])
 

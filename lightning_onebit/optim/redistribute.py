@@ -73,6 +73,7 @@ class Redistribution:
             if saved != wanted:
                 raise ValueError(
                     f"residuals were saved with {key}={saved!r}, this run has {wanted!r}, and cannot be redistributed"
+                    + (f"; continue with {key}={saved!r}" if key in ("block_size", "preconditioned") else "")
                 )
         size, size_per_node = theirs["world_size"], theirs["ranks_per_node"]
         copies = {_WORKER: size // size_per_node, _SERVER: 1, _WHOLE: size}
