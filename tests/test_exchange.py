@@ -96,13 +96,13 @@ def exchange_worker(
     bucket_elements: int,
     steps: int,
     ranks_per_node: int,
-    depth: int,
+    slack: int,
 ) -> dict[str, Any]:
     plan = make_plan(sizes, block_size, world, bucket_elements)
     ledger = ByteLedger()
     topology = Topology.create(ranks_per_node=ranks_per_node)
     codec = PlainCodec(plan.buckets, topology)
-    exchange = Exchange(Transport(topology, ledger), depth=depth)
+    exchange = Exchange(Transport(topology, ledger), slack=slack)
     packed, seen = [], []
     for step in range(steps):
         for b in plan.buckets:
@@ -116,10 +116,10 @@ def exchange_worker(
 
 
 def exchanges_worker(
-    rank: int, world: int, settings: list[tuple[tuple[int, ...], int, int, int, int]], depth: int
+    rank: int, world: int, settings: list[tuple[tuple[int, ...], int, int, int, int]], slack: int
 ) -> list[dict[str, Any]]:
     """Several exchanges after another, each with state of its own: processes are started once for all of them."""
-    return [exchange_worker(rank, world, *setting, depth) for setting in settings]
+    return [exchange_worker(rank, world, *setting, slack) for setting in settings]
 
 
 def simulate(
@@ -209,19 +209,21 @@ def test_hierarchical_exchange_is_bitwise_the_flat_one_on_node_means(ranks_per_n
     check_against_simulation(run_ranks(exchange_worker, world, *setting, 3), *setting)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 5])
-def test_pipelining_changes_nothing_but_the_order_of_work(depth: int) -> None:
-    setting = ((900,), 32, 64, 2, 1)
-    results = run_ranks(exchange_worker, 2, *setting, depth)
+@pytest.mark.parametrize("slack", [0, 1, 3, 100])
+def test_pipelining_changes_nothing_but_the_order_of_work(slack: int) -> None:
+    setting = ((900,), 32, 64, 1, 1)
+    results = run_ranks(exchange_worker, 2, *setting, slack)
     check_against_simulation(results, *setting)
-    assert results[0]["order"] == results[1]["order"]
-    firsts = results[0]["order"][:3]
-    if depth == 1:
-        assert firsts == [("encode", 0), ("reduce", 0), ("finish", 0)]
-    else:
-        assert firsts[:2] == [("encode", 0), ("encode", 1)], (
-            "a second bucket is compressed while the first is on the wire"
-        )
+    last = len(make_plan(*setting[:2], 2, setting[2]).buckets) - 1
+    assert last > 5
+    expected = []
+    for k in range(last + 1):
+        # a bucket is compressed and sent before the one before it is reduced, and that before any result is used
+        expected += [("encode", k), ("reduce", k - 1), ("finish", k - 1 - slack)]
+    expected = [(what, k) for what, k in expected if k >= 0]
+    expected += [("reduce", last), *(("finish", k) for k in range(max(0, last - slack), last + 1))]
+    for result in results:
+        assert result["order"] == expected
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])

@@ -17,6 +17,7 @@ from harness import counting, run_ranks
 from torch import Tensor
 
 from lightning_onebit.comm import PlanMismatch, StepRecord, plan_buckets
+from lightning_onebit.comm.transport import Pending
 from lightning_onebit.optim import OnebitAdam, Phase
 
 SHAPES = ((64, 33), (7,), (0,), (1,), (3, 2049), (4097,))
@@ -932,6 +933,37 @@ def test_overlap_with_backward_gives_the_same_run_and_sends_while_backward_runs(
     assert equal(ours[0], reference[0]) and ours[2] == reference[2]
     compressed = ours[1][4:]
     assert (min(compressed) >= 2) if how == "announced" else (max(compressed) == 0)
+
+
+def waits_worker(rank: int, world: int) -> list[str]:
+    """What a rank waits for in a compressed step, in order, with a mark where backward ends."""
+    model = network()
+    optimizer = OnebitAdam(model.parameters(), freeze_step=1, overlap="backward", block_size=32, bucket_mb=0.002)
+    waits: list[str] = []
+    wait = Pending.wait
+
+    def recorded(pending: Pending) -> None:
+        waits.append(pending._what)
+        wait(pending)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "wait", recorded)
+        for t in range(2):
+            waits.clear()
+            optimizer.zero_grad()
+            optimizer.begin_backward()
+            model(batch(t, rank)).square().mean().backward()
+            waits.append("end of backward")
+            optimizer.step()
+    return waits
+
+
+def test_overlap_with_backward_waits_for_no_result_before_backward_ends() -> None:
+    for waits in run_ranks(waits_worker, 2):
+        end = waits.index("end of backward")
+        assert sum("round 1" in what for what in waits[:end]) >= 2, "several buckets leave during backward"
+        assert not any("round 2" in what for what in waits[:end])
+        assert sum("round 2" in what for what in waits[end:]) == sum("round 1" in what for what in waits)
 
 
 def overlap_broken_worker(rank: int, world: int) -> str:

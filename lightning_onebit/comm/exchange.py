@@ -1,8 +1,8 @@
 """The two-phase exchange: round 1 sends every rank its chunk, the owner reduces, round 2 sends the result to all.
 
-Two collectives per bucket (four when hierarchical), pipelined: while bucket k is on the wire, bucket k+1 is encoded and
-bucket k-1 is finished. Collectives are asynchronous and issued in the same order on all ranks. What is sent is the
-codec's business.
+Two collectives per bucket (four when hierarchical), pipelined: bucket k+1 is encoded and sent, then
+bucket k reduced and sent on, then bucket k-1 finished. Collectives are asynchronous and issued in the same order on all
+ranks. What is sent is the codec's business.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class Exchange:
 
     Args:
         transport: collectives, ledger and timeouts.
-        depth: buckets in flight at once.
+        slack: buckets that may have their last collective under way while others are encoded, >= 0.
     """
 
-    def __init__(self, transport: Transport, depth: int = 3) -> None:
+    def __init__(self, transport: Transport, slack: int = 1) -> None:
         self.transport = transport
-        self.depth = depth
+        self.slack = slack
 
     def run(self, buckets: Sequence[Bucket], codec: Codec) -> None:
         """Exchanges all buckets; returns when the last one is finished.
@@ -68,9 +68,9 @@ class Exchange:
             session.launch(bucket)
         session.finish()
 
-    def begin(self, codec: Codec) -> ExchangeSession:
-        """Opens an exchange whose buckets are launched one by one, as their gradients arrive."""
-        return ExchangeSession(self, codec)
+    def begin(self, codec: Codec, slack: int | None = None) -> ExchangeSession:
+        """Opens an exchange whose buckets are launched one by one, as their gradients arrive; ``slack`` replaces the exchange's."""
+        return ExchangeSession(self, codec, self.slack if slack is None else slack)
 
     def _journey(self, bucket: Bucket, codec: Codec) -> Generator[Pending, None, None]:
         transport, topology = self.transport, self.transport.topology
@@ -128,44 +128,45 @@ def mean_in_order(parts: Tensor) -> Tensor:
 class ExchangeSession:
     """An exchange under way.
 
-    Every launch is a tick: the new bucket is encoded and sent, then every older one moves a stage on, oldest first. The
-    order depends on the sequence of launches alone, so ranks that launch alike issue the same sequence of collectives.
+    Every launch is a tick: the new bucket is encoded and sent, then every older one moves a stage on, those with the longest way
+    to go first. A bucket whose last collective has been issued is let lie: nobody else waits for it. The order depends on the
+    sequence of launches alone, so ranks that launch alike issue the same sequence of collectives.
     """
 
-    def __init__(self, exchange: Exchange, codec: Codec) -> None:
+    def __init__(self, exchange: Exchange, codec: Codec, slack: int) -> None:
         self._exchange = exchange
         self._codec = codec
-        self._flying: deque[_Flight] = deque()
+        self._slack = slack
+        self._last_stage = 4 if exchange.transport.topology.hierarchical else 2
+        self._under_way: list[_Flight] = []
+        self._arriving: deque[_Flight] = deque()
 
     def launch(self, bucket: Bucket) -> None:
-        """Sends a bucket on its way; waits first if too many are in flight.
+        """Sends a bucket on its way.
 
         Raises:
             CollectiveFailure: an older bucket's collective failed or timed out.
         """
-        while len(self._flying) >= self._exchange.depth:
-            self._advance()
-        older = list(self._flying)
+        older = self._under_way
         newest = _Flight(self._exchange._journey(bucket, self._codec))
         newest.advance()
-        self._flying.append(newest)
-        for flight in older:
-            flight.advance()
-        self._land()
+        self._under_way = [*older, newest]
+        self._advance(older)
+        while len(self._arriving) > self._slack:
+            self._arriving.popleft().advance()
 
     def finish(self) -> None:
         """Brings all buckets in."""
-        while self._flying:
-            self._advance()
+        while self._under_way:
+            self._advance(self._under_way)
+        while self._arriving:
+            self._arriving.popleft().advance()
 
-    def _advance(self) -> None:
-        for flight in self._flying:
+    def _advance(self, flights: Sequence[_Flight]) -> None:
+        for flight in sorted(flights, key=lambda flight: flight.stage):
             flight.advance()
-        self._land()
-
-    def _land(self) -> None:
-        while self._flying and self._flying[0].landed:
-            self._flying.popleft()
+        self._arriving.extend(flight for flight in self._under_way if flight.stage == self._last_stage)
+        self._under_way = [flight for flight in self._under_way if flight.stage < self._last_stage]
 
 
 class _Flight:
@@ -174,16 +175,11 @@ class _Flight:
     def __init__(self, journey: Generator[Pending, None, None]) -> None:
         self._journey = journey
         self._pending: Pending | None = None
-        self.landed = False
+        self.stage = 0  # collectives issued
 
     def advance(self) -> None:
         """Waits for the collective under way, then runs up to the next one."""
-        if self.landed:
-            return
         if self._pending is not None:
             self._pending.wait()
-            self._pending = None
-        try:
-            self._pending = next(self._journey)
-        except StopIteration:
-            self.landed = True
+        self._pending = next(self._journey, None)
+        self.stage += 1

@@ -553,7 +553,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._lookups = _Lookups()
         self._arrived, self._launched = [], 0
         self._begin_exchange()
-        self._session = self._exchange.begin(self)
+        # results are used after backward: waiting for them would hold it up
+        self._session = self._exchange.begin(self, slack=len(self._early_buckets))
 
     def _landing_hook(self, slot: int) -> Callable[[Tensor], None]:
         @torch.no_grad()
