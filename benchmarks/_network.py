@@ -30,11 +30,13 @@ class SlowNetwork:
         hosts: number of namespaces.
         megabits: rate of each link, Mb/s.
         prefix: of the namespaces' names.
+        congestion: TCP's congestion control between the hosts, which would else be whatever this machine prefers.
     """
 
     hosts: int
     megabits: float
     prefix: str = "onebit"
+    congestion: str = "cubic"
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @staticmethod
@@ -78,6 +80,8 @@ class SlowNetwork:
             _run("ip", "-n", space, "addr", "add", f"{self.address(host)}/24", "dev", "eth0")
             _run("ip", "-n", space, "link", "set", "lo", "up")
             _run("ip", "-n", space, "link", "set", "eth0", "up")
+            route = (f"{SUBNET}.0/24", "dev", "eth0", "proto", "kernel", "scope", "link", "src", self.address(host))
+            _run("ip", "-n", space, "route", "replace", *route, "congctl", self.congestion)
             _run("ip", "-n", switch, "link", "set", port, "master", "br0")
             _run("ip", "-n", switch, "link", "set", port, "up")
             for where, device in ((space, "eth0"), (switch, port)):

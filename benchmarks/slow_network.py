@@ -2,6 +2,7 @@
 
     sudo python benchmarks/slow_network.py --hosts 2 4 --bandwidth 1000 100
     sudo python benchmarks/slow_network.py --deepspeed-python /path/to/python ...     # a Python that has deepspeed==0.19.6
+    python benchmarks/slow_network.py --plot results/a.json results/b.json --name both  # one figure of several results
 
 Sets up one network namespace per host, joined by a switch and shaped with tbf, and always tears it down. All methods train the
 same transformer on the same batches in one process per host, one after the other in every round, so that a machine whose speed
@@ -224,7 +225,7 @@ def measure(setting: Setting, hosts: int, timeout: float, deepspeed_python: str 
             theirs = run(deepspeed_python, ["deepspeed"])
             for key in ("step_seconds", "all_step_seconds", "facts"):
                 result[key] |= theirs[key]
-    result.update(megabits=setting.megabits, setting=asdict(setting), threads=threads)
+    result.update(megabits=setting.megabits, setting=asdict(setting), threads=threads, congestion=network.congestion)
     result["floor"] = floor(result)
     return result
 
@@ -286,7 +287,7 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         axis.bar_label(bars, fmt=" %.0f", fontsize=8)
         axis.set_xscale("log")
         axis.set_xlim(left=min(values) / 1.5, right=max(values) * 2.5)
-        wide = max(values) > 30 * min(values)
+        wide = max(values) > 20 * min(values)
         axis.xaxis.set_major_locator(LogLocator(subs=(1.0, 3.0) if wide else (1.0, 2.0, 5.0)))
         axis.xaxis.set_major_formatter(ScalarFormatter())
         axis.xaxis.set_minor_formatter(NullFormatter())
@@ -317,11 +318,16 @@ def main() -> None:
         "--deepspeed-python", help="a Python that has deepspeed==0.19.6; without it that peer is left out"
     )
     parser.add_argument("--name", default="slow_network", help="of the result files")
+    parser.add_argument("--plot", type=Path, nargs="+", help="measure nothing; draw these result files as one figure")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
     if args.worker:
         worker(Setting(**json.loads(args.worker)), args.out)
+        return
+    if args.plot:
+        plot([r for path in args.plot for r in json.loads(path.read_text())["results"]], args.out / f"{args.name}.png")
+        print(f"wrote {args.out / args.name}.png")
         return
     from _common import machine_info, write_json
     from _network import SlowNetwork
