@@ -64,6 +64,8 @@ BAD: dict[str, tuple[Any, ...]] = {
     "factor_threshold": (*NUMBER, -0.1),
     "track_weight_norm": FLAG,
     "preconditioned": FLAG,
+    "refresh_interval": COUNT,
+    "refresh_steps": COUNT,
     "var_update_scaler": COUNT,
     "local_step_scaler": COUNT,
     "local_step_clipper": COUNT,

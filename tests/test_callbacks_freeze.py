@@ -247,6 +247,13 @@ def test_the_forecast_names_the_reduction_against_fp16_and_fp32(said: list[str])
     assert f"{volume_reduction(0.15, 32):.1f}x less than by an fp32 one" in said[0]
 
 
+def test_the_forecast_counts_refreshes(said: list[str]) -> None:
+    FakeTrainer([onebit_adam(refresh_interval=96, refresh_steps=4)], 1000).start(VarianceFreezeMixin(fraction=0.15))
+    # 15 % and 4 % of the other 85 %
+    assert "(w = 18.4%)" in said[0] and "refreshes 4.0% of the others" in said[0]
+    assert f"{volume_reduction(0.184, 32):.1f}x less than by an fp32 one" in said[0]
+
+
 def test_the_forecast_of_the_automatic_rule_is_a_lower_bound_and_warns_of_a_useless_window(said: list[str]) -> None:
     FakeTrainer([onebit_adam()], 1000).start(VarianceFreezeMixin(mode="auto"))
     assert "at most 200 dense steps" in said[0] and "at least 4.0x less" in said[0]

@@ -3,8 +3,9 @@
 # ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,8 @@ class Run:
             "phi": o.get("denominator_floor", 0.1),
             "preconditioned": o.get("preconditioned", True),
             "max_norm": o.get("max_grad_norm"),
+            "refresh_interval": o.get("refresh_interval"),
+            "refresh_steps": o.get("refresh_steps", 4),
         }
         simulated = oracle.Adam(self.start()[only], world, **{**settings, **differing})
         for t in range(self.steps):
@@ -1483,3 +1486,147 @@ def test_variance_l1_is_known_until_the_freeze() -> None:
     with pytest.raises(RuntimeError, match="frozen"):
         optimizer.variance_l1()
     assert optimizer.residual_ratio() > 0
+
+
+# ----- refreshes -----------------------------------------------------------------------------------------------------------------
+
+REFRESHED = {
+    "lr": 1e-2,
+    "weight_decay": 0.1,
+    "freeze_step": 6,
+    "refresh_interval": 5,
+    "refresh_steps": 2,
+    "betas": (0.9, 0.98),
+}
+
+
+def refreshed_run(**options: Any) -> Run:
+    # tensor 1 without a gradient on one rank in the first step of a refresh, tensor 3 on all; rank 1 broken in another
+    missing = frozenset({(11, 0, 1), (11, -1, 3), (18, -1, 1)})
+    return Run(26, {**REFRESHED, **options}, cold=64 * 33 // 2, missing=missing, broken=frozenset({(12, 1, 0)}))
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize(
+    ("preconditioned", "world", "seed"), [(True, 2, 1), (True, 3, 1), (False, 2, 0), (False, 3, 0)]
+)
+def test_refreshes_follow_the_oracle(preconditioned: bool, world: int, seed: int, bias_correction: bool) -> None:
+    """Two whole refreshes, with missing gradients and a skipped step in the first, clipped, over several buckets."""
+    options = {"block_size": 64, "bucket_mb": 0.02, "max_grad_norm": 40.0}
+    run = refreshed_run(preconditioned=preconditioned, bias_correction=bias_correction, **options)
+    run = replace(run, seed=seed)
+    results = run_ranks(train, world, run)
+    simulated = run.oracle(world)
+    dense = [True] * 6 + [False] * 5 + [True, True] + [False] * 5 + [True, True] + [False] * 5
+    for result in results:
+        assert [r.dense for r in result["records"] if not r.skipped] == dense
+        assert [r.skipped for r in result["records"]] == [t == 12 for t in range(26)]
+    assert_follows(results, run, simulated)
+    for l, (v, k) in enumerate(zip(simulated.v_D, simulated.k_D, strict=True)):
+        r = results[0]["state"][l]["reciprocal_denominator"].numpy().ravel()
+        vhat = v / (1 - 0.98**k) if bias_correction else v
+        expected = 1 / (np.sqrt(vhat) + 1e-8) if v.any() else np.zeros_like(v)
+        np.testing.assert_allclose(r, expected, rtol=1e-5)
+
+
+def refreshed_worker(rank: int, world: int, cuts: Sequence[int]) -> Any:
+    """A run with refreshes, and the same run continued in a new optimizer after each of ``cuts`` steps."""
+    run = refreshed_run(block_size=32, bucket_mb=0.02)
+
+    def go(params: list[torch.nn.Parameter], optimizer: OnebitAdam, first: int, saves: Sequence[int] = ()) -> Any:
+        saved = {}
+        for t in range(first, run.steps):
+            if t in saves:
+                residuals = optimizer.residual_state_dict()
+                tensors = {k: v.clone() for k, v in residuals["tensors"].items()}
+                weights = [p.detach().clone() for p in params]
+                saved[t] = (weights, copy.deepcopy(optimizer.state_dict()), {**residuals, "tensors": tensors})
+            run.put(params, t, rank)
+            optimizer.step()
+        return state_of(optimizer, params), saved
+
+    params = run.parameters()
+    whole, saved = go(params, OnebitAdam(params, **run.options), 0, cuts)
+    continued = []
+    for t, (weights, state, residuals) in saved.items():
+        params = [torch.nn.Parameter(w) for w in weights]
+        optimizer = OnebitAdam(params, **run.options)
+        optimizer.load_state_dict(state)
+        optimizer.load_residual_state_dict(residuals)
+        continued.append((t, go(params, optimizer, t)[0]))
+    return whole, continued
+
+
+def test_a_run_resumed_in_a_refresh_is_the_run_that_was_not_interrupted() -> None:
+    """Bit for bit: before, within (also after the skipped step) and after the first refresh, and within the second."""
+    results = run_ranks(refreshed_worker, 2, [8, 11, 12, 13, 14, 15, 20])
+    for whole, continued in results:
+        assert len(continued) == 7
+        for t, state in continued:
+            assert equal(state, whole), f"resumed after {t} steps"
+    assert equal(results[0][0]["x"], results[1][0]["x"]), "replicas are bitwise equal"
+
+
+def overlapped_refresh_worker(rank: int, world: int, overlap: str) -> Any:
+    model = network()
+    params = list(model.parameters())
+    optimizer = OnebitAdam(params, **REFRESHED, block_size=32, bucket_mb=0.002, overlap=overlap)
+    kinds = []
+    for t in range(16):
+        optimizer.zero_grad()
+        optimizer.begin_backward()
+        model(batch(t, rank)).square().mean().backward()
+        optimizer.step()
+        assert optimizer.ledger.last is not None
+        kinds.append(optimizer.ledger.last.dense)
+    return state_of(optimizer, params), kinds
+
+
+def test_refreshes_go_together_with_overlap() -> None:
+    step, backward = (run_ranks(overlapped_refresh_worker, 2, overlap) for overlap in ("step", "backward"))
+    assert equal(step[0], backward[0])
+    assert step[0][1] == [True] * 6 + [False] * 5 + [True, True] + [False] * 3
+
+
+def test_a_refresh_lets_denominators_follow_gradients_that_shrink() -> None:
+    """After the freeze gradients shrink tenfold: without refreshes denominators stay, with them they end close to the gradients."""
+
+    def denominators(**options: Any) -> Tensor:
+        p = torch.nn.Parameter(torch.zeros(64))
+        optimizer = OnebitAdam(
+            [p], lr=1e-3, betas=(0.9, 0.9), freeze_step=5, force_compression=True, block_size=32, **options
+        )
+        for t in range(65):
+            p.grad = torch.full((64,), 1.0 if t < 5 else 0.1)
+            optimizer.step()
+        return 1 / optimizer.state_dict()["state"][0]["reciprocal_denominator"]
+
+    torch.testing.assert_close(denominators(), torch.ones(64))
+    refreshed = denominators(refresh_interval=10, refresh_steps=2)
+    assert ((refreshed > 0.09) & (refreshed < 0.11)).all()
+
+
+def test_thaw_within_a_refresh_goes_on_from_the_second_moments_learned_there() -> None:
+    p = torch.nn.Parameter(torch.zeros(64))
+    optimizer = OnebitAdam([p], lr=1e-3, force_compression=True, block_size=32, refresh_interval=3, refresh_steps=3)
+    for t in range(7):
+        if t == 2:
+            optimizer.freeze()
+        p.grad = torch.full((64,), 1.0 if t < 5 else 0.5)
+        optimizer.step()
+    assert optimizer.next_step_is_dense and optimizer.phase is Phase.COMPRESSED
+    optimizer.thaw()
+    assert optimizer.phase is Phase.WARMUP
+    v = optimizer.state_dict()["state"][0]["exp_avg_sq"] / (1 - 0.999**7)
+    # two dense steps of 1, and two of three steps of a refresh, each of which counts as two: 4 of 1/4
+    torch.testing.assert_close(v, torch.full((64,), (2 + 4 * 0.25) / 6), rtol=1e-2, atol=0.0)
+
+
+def test_refreshes_that_cannot_take_effect_are_refused() -> None:
+    p = torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"refresh_steps=2 takes effect with refresh_interval only"):
+        OnebitAdam([p], refresh_steps=2)
+    with pytest.raises(ValueError, match=r"refresh_interval=0 is out of range; it must be at least 1"):
+        OnebitAdam([p], refresh_interval=0)
+    with pytest.raises(TypeError, match=r"refresh_steps=1\.5 must be an integer"):
+        OnebitAdam([p], refresh_interval=5, refresh_steps=1.5)  # type: ignore[arg-type]

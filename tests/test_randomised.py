@@ -121,6 +121,8 @@ def scripts(draw: Any, algorithm: str) -> Script:
         }
         options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}
         options |= {"denominator_floor": draw(st.sampled_from([0.0, 0.5, 1.0]))}
+    if algorithm == "onebit_adam" and (interval := draw(st.sampled_from([None, 1, 2, 4]))) is not None:
+        options |= {"refresh_interval": interval, "refresh_steps": draw(st.integers(1, 3))}
     if algorithm == "zero_one_adam":
         options |= {"var_update_scaler": draw(st.integers(1, 3)), "local_step_clipper": draw(st.integers(1, 4))}
         options |= {"local_step_scaler": draw(st.integers(1, 3))}

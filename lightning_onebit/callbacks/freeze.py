@@ -140,6 +140,7 @@ class _Watch:
     planned: int | None
     offset: int
     steps: str
+    refreshed: float = 0.0  # share of the steps after the freeze that are dense (refreshes)
     learning_rate: LearningRateWatch = field(default_factory=LearningRateWatch)
     seen: int = 0
     done: bool = False
@@ -284,7 +285,7 @@ class VarianceFreezeMixin:
             # 0/1 Adam compresses most steps before its variance freezes too: what is dense follows its own policy.
             steps = "steps" if hasattr(optimizer, "variance_policy") else "dense steps"
             name = optimizer_name(index, len(optimizers), optimizer)
-            watch = _Watch(name, rule, planned, offset, steps, seen=optimizer.steps)
+            watch = _Watch(name, rule, planned, offset, steps, optimizer.refreshed_share, seen=optimizer.steps)
             if restored:
                 watch.restore(restored)
             self._watches.append(watch)
@@ -407,6 +408,9 @@ class VarianceFreezeMixin:
         if rule.latest >= planned and watch.steps == "dense steps":
             return f"{text}: no step will be compressed and nothing is saved. Freeze earlier or train longer."
         w = min(1.0, rule.latest / planned)
+        if watch.refreshed:
+            w += (1.0 - w) * watch.refreshed
+            text += f", and refreshes {watch.refreshed:.1%} of the others"
         return (
             f"{text} (w = {w:.1%}): {at_least}{volume_reduction(w, 16):.1f}x less is sent than by a dense fp16 "
             f"all-reduce, {at_least}{volume_reduction(w, 32):.1f}x less than by an fp32 one."

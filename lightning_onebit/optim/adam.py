@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
+from lightning_onebit.optim.base import Phase
 from lightning_onebit.optim.moments import AdamMoments
-from lightning_onebit.optim.options import CommonOptions
+from lightning_onebit.optim.options import CommonOptions, check_integer
 
 
 class OnebitAdam(AdamMoments):
@@ -47,6 +50,9 @@ class OnebitAdam(AdamMoments):
             in compressed ones).
         preconditioned: compress the momentum divided by its denominators, so that every coordinate gets compression noise in
             proportion to the step it would take; False: the momentum itself, as published.
+        refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; None: they stay as they froze,
+            as published. For runs whose gradients go on shrinking after the freeze (docs/freeze).
+        refresh_steps: dense steps of a refresh, >= 1 (None: 4); between them they count for all steps since the last one.
         denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times their
             tensor's mean.
         process_group: ranks that train together; None: the default group.
@@ -87,6 +93,8 @@ class OnebitAdam(AdamMoments):
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
         preconditioned: bool = True,
+        refresh_interval: int | None = None,
+        refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float = 16.0,
@@ -96,6 +104,14 @@ class OnebitAdam(AdamMoments):
         overlap: str = "step",
         residual_dtype: str = "float32",
     ) -> None:
+        check_integer("refresh_interval", refresh_interval, least=1, optional=True)
+        check_integer("refresh_steps", refresh_steps, least=1, optional=True)
+        if refresh_steps is not None and refresh_interval is None:
+            raise ValueError(
+                f"refresh_steps={refresh_steps} takes effect with refresh_interval only; give that too, or leave refresh_steps out"
+            )
+        # steps since the freeze or the last refresh
+        self._unrefreshed = 0
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -116,6 +132,8 @@ class OnebitAdam(AdamMoments):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
+                "refresh_interval": refresh_interval,
+                "refresh_steps": (refresh_steps or 4) if refresh_interval is not None else None,
             },
         )
 
@@ -124,3 +142,87 @@ class OnebitAdam(AdamMoments):
         alpha = self._by_block("alpha", bucket, lambda i: self._group(i)["lr"] / self._first_correction(i), alike=True)
         r = None if self._preconditioned else bucket.slice(self._flat["r"])
         self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, alpha)
+
+    @property
+    def refreshed_share(self) -> float:
+        """See the base: ``refresh_steps`` of ``refresh_interval + refresh_steps``."""
+        interval, steps = self.settings["refresh_interval"], self.settings["refresh_steps"]
+        return steps / (interval + steps) if interval is not None else 0.0
+
+    # ----- refreshes --------------------------------------------------------------------------------------------------
+
+    def _wants_dense(self) -> bool:
+        return super()._wants_dense() or self._refresh_due()
+
+    def _may_be_dense(self) -> bool:
+        return super()._may_be_dense() or self.settings["refresh_interval"] is not None
+
+    def _refresh_due(self) -> bool:
+        interval = self.settings["refresh_interval"]
+        return self._phase is Phase.COMPRESSED and interval is not None and self._unrefreshed >= interval
+
+    def _step_dense(self, active: list[int]) -> None:
+        refreshed = [i for i in active if i in self._slot_of] if self.compresses and self._refresh_due() else []
+        if refreshed:
+            self._refresh(refreshed)
+        super()._step_dense([i for i in active if not refreshed or i not in self._slot_of])
+
+    def _refresh(self, members: list[int]) -> None:
+        """A dense step of a refresh: momenta meet, second moments learn, and weights move by the denominators there are."""
+        if "v" not in self._flat:
+            self._hold_momentum_flat()
+            r = self._flat["r"]
+            self._flat["v"] = self._second_moments(r, torch.zeros_like(r), aged=False)
+        updates = 1 + self.settings["refresh_interval"] // self.settings["refresh_steps"]
+        for i in members:
+            self._learn(i, updates)
+            self._move(i)
+        self._publish(members)
+        self._count(members)
+
+    def _advance(self) -> None:
+        compressed = self._phase is Phase.COMPRESSED and self.compresses
+        super()._advance()
+        interval = self.settings["refresh_interval"]
+        if not compressed or interval is None:
+            return
+        self._unrefreshed += 1
+        if self._unrefreshed >= interval + self.settings["refresh_steps"]:
+            self._invert_refreshed()
+            self._hold_momentum_by_bucket()
+
+    def _invert_refreshed(self) -> None:
+        """Ends a refresh: denominators of the second moments as they are now. Residuals stay: they are owed as before."""
+        self._unrefreshed = 0
+        v = self._flat.pop("v", None)
+        if v is not None:
+            self._invert(v, self._flat["r"])
+
+    def _leave_compressed(self) -> None:
+        self._invert_refreshed()
+        super()._leave_compressed()
+
+    def _books(self) -> dict[str, Any]:
+        books = super()._books()
+        if self.settings["refresh_interval"] is not None:
+            books |= {"unrefreshed": self._unrefreshed, "refreshing": self._refreshing}
+        return books
+
+    @property
+    def _refreshing(self) -> bool:
+        """Whether a refresh has begun and not ended."""
+        return "v" in self._flat and "r" in self._flat
+
+    def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
+        interval = self.settings["refresh_interval"]
+        refreshing = interval is not None and bool(books.get("refreshing", False))
+        self._unrefreshed = books.get("unrefreshed", 0) if interval is not None else 0
+        if interval is not None and not refreshing:
+            self._unrefreshed = min(self._unrefreshed, interval)
+        super()._load_phase(phase, books, saved)
+        if not refreshing or "r" not in self._flat:
+            return
+        for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+            self._flat[name] = torch.zeros_like(self._flat["r"])
+            self._load_arena(self._flat[name], key, saved)
+        self._momentum = []

@@ -217,6 +217,11 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Number of dense steps after which compression begins; None: by ``freeze()``."""
         return self.settings.get("freeze_step")
 
+    @property
+    def refreshed_share(self) -> float:
+        """Share of the steps after the freeze that are dense all the same, to refresh the frozen second moments (1-bit Adam)."""
+        return 0.0
+
     def freeze(self) -> None:
         """Ends the warm-up: the second moments freeze and every following step is compressed.
 

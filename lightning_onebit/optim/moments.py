@@ -54,6 +54,21 @@ class AdamMoments(OnebitOptimizer):
             bias_correction=self.settings["bias_correction"],
         )
 
+    def _learn(self, index: int, updates: int = 1) -> None:
+        """Moments of a parameter from its averaged gradient; the second moment as if that gradient had come ``updates`` times."""
+        b1, b2 = self._group(index)["betas"]
+        grad, keep = self._grad(index).float(), b2**updates
+        self._moment("m", index).lerp_(grad, 1 - b1)
+        self._moment("v", index).mul_(keep).addcmul_(grad, grad, value=1 - keep)
+        self._variance_steps[index] = self._variance_steps.get(index, self._t[index]) + updates
+
+    def _move(self, index: int) -> None:
+        """A parameter's step by its momentum and reciprocal denominators, before the step has been counted."""
+        group = self._group(index)
+        lr_t = group["lr"] / self._first_correction(index, ahead=1)
+        x = self._weight(index).mul_(1 - group["lr"] * group["weight_decay"])
+        x.addcmul_(self._moment("m", index), self._moment("r", index), value=-lr_t)
+
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
         a = self._by_block("a", bucket, lambda i: self._group(i)["betas"][0], alike=True)
         b = self._by_block("b", bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True)
@@ -147,16 +162,16 @@ class AdamMoments(OnebitOptimizer):
         # momentum that holds compression noise would explode.
         yield "exp_avg_sq", self._second_moments(r, torch.zeros_like(r))
 
-    def _second_moments(self, r: Tensor, out: Tensor) -> Tensor:
+    def _second_moments(self, r: Tensor, out: Tensor, *, aged: bool = True) -> Tensor:
         """Moments of frozen denominators (flats over all blocks; may be the same), as if updated at every step.
 
-        Whoever corrects their bias by the number of steps sees what had frozen.
+        Whoever corrects their bias by the number of steps sees what had frozen. ``aged=False``: of the updates they have had.
         """
         for slot, i in enumerate(self._slots):
             moments = second_moment_from_reciprocal(
                 self._part(r, slot), eps=self._group(i)["eps"], correction=self._second_correction(i)
             )
-            self._part(out, slot).copy_(moments.mul_(self._age(i)))
+            self._part(out, slot).copy_(moments.mul_(self._age(i)) if aged else moments)
         return out
 
     def _age(self, index: int) -> float:
@@ -172,8 +187,9 @@ class AdamMoments(OnebitOptimizer):
         self._variance_steps = {int(i): int(k) for i, k in books.get("variance_steps", {}).items()}
         if not self.compresses:
             # alone, v learns at every step from here on
+            bare = phase is Phase.WARMUP or books.get("refreshing", False)
             for i in self._slots:
-                if phase is Phase.WARMUP and i in self._variance_steps:
+                if bare and i in self._variance_steps:
                     self._moment("v", i).mul_(self._age(i))
             self._variance_steps = {}
         super()._load_phase(phase, books, saved)

@@ -285,17 +285,10 @@ class ZeroOneAdam(AdamMoments):
         used = self._worker_residual is not None and "r" in self._flat
         noisy = [i for i in members if i in self._slot_of and used]
         super()._dense_update(group, [i for i in members if i not in noisy])
-        if not noisy:
-            return
-        b1, b2 = group["betas"]
         for i in noisy:
-            grad, m, v, x = self._grad(i).float(), self._moment("m", i), self._moment("v", i), self._weight(i)
-            m.lerp_(grad, 1 - b1)
-            v.mul_(b2).addcmul_(grad, grad, value=1 - b2)
-            self._variance_steps[i] = self._variance_steps.get(i, self._t[i]) + 1
+            self._learn(i)
             self._invert_slot(self._slot_of[i], self._flat["v"], self._flat["r"])
-            lr_t = group["lr"] / self._first_correction(i, ahead=1)
-            x.mul_(1 - group["lr"] * group["weight_decay"]).addcmul_(m, self._moment("r", i), value=-lr_t)
+            self._move(i)
 
     def _refreshed(self, planned: list[int], step: int) -> None:
         """Keeps the number of updates of v, and the reciprocal denominators if the next steps need them."""

@@ -39,6 +39,8 @@ class Adam:
         block_size: elements per block.
         phi: denominator floor.
         preconditioned: m/D travels, with D the denominators, rather than m.
+        refresh_interval: compressed steps between two refreshes of v; None: none.
+        refresh_steps: dense steps of a refresh.
         max_norm: clip the global norm.
         compressed: per tensor, False for one that stays dense for ever (``compress=False``).
         ranks_per_node: hierarchical exchange.
@@ -59,6 +61,8 @@ class Adam:
         block_size: int = 2048,
         phi: float = 0.1,
         preconditioned: bool = True,
+        refresh_interval: int | None = None,
+        refresh_steps: int = 4,
         max_norm: float | None = None,
         compressed: Sequence[bool] | None = None,
         ranks_per_node: int = 1,
@@ -67,6 +71,7 @@ class Adam:
         self.n, self.lr, self.b1, self.b2, self.eps, self.wd = n, lr, b1, b2, eps, wd
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
         self.preconditioned = preconditioned
+        self.refresh_interval, self.refresh_steps = refresh_interval, refresh_steps
         self.compressed = [True] * len(x) if compressed is None else list(compressed)
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
@@ -76,11 +81,26 @@ class Adam:
         self.k = [0] * len(x)
         self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
         self.steps = self.skipped = 0
-        self.frozen = T_w == 0
+        # what the denominators are made of in the compressed stage: v and k as they were at the freeze or the last refresh
+        self.v_D = self.v
+        self.k_D = self.k
+        self.frozen = False
+        self.since = 0  # steps since then
+        if T_w == 0:
+            self.freeze()
 
     def freeze(self) -> None:
         """The next step is compressed."""
         self.frozen = True
+        self._new_denominators()
+
+    def _new_denominators(self) -> None:
+        self.v_D, self.k_D, self.since = [floored(v, self.phi) for v in self.v], list(self.k), 0
+
+    @property
+    def refreshing(self) -> bool:
+        """Whether the next step is a dense one of a refresh."""
+        return self.frozen and self.refresh_interval is not None and self.since >= self.refresh_interval
 
     def step(self, g: Gradients) -> None:
         """One step from the local gradients ``g[i][l]``."""
@@ -88,16 +108,20 @@ class Adam:
             self.skipped += 1
             return
         g = flatten(g)
+        if (
+            self.refreshing and self.since == self.refresh_interval
+        ):  # v learns on from what the denominators are made of
+            self.v = [self.v_D[l] if self.compressed[l] else self.v[l] for l in range(len(self.x))]
         factor = clip_factor(self._norm(g), self.max_norm)
         for l in range(len(self.x)):
             if not present(g, l):  # no gradient on any worker: left alone
                 continue
             self.t[l] += 1
             local = [factor * a for a in zero_if_missing(g, l, self.x[l].size)]
-            if self.frozen and self.compressed[l]:
+            if self.frozen and self.compressed[l] and not self.refreshing:
                 # m = exchange(b1 m + (1-b1) g_i), or m/D = exchange((b1 m + (1-b1) g_i)/D)
-                vd = floored(self.v[l], self.phi)
-                D = (vd, self.k[l], self.b2, self.eps, self.bias_correction)
+                vd, k = self.v_D[l], self.k_D[l]
+                D = (vd, k, self.b2, self.eps, self.bias_correction)
                 sent = [self.b1 * self.m[l] + (1 - self.b1) * local[i] for i in range(self.n)]
                 if self.preconditioned:
                     self.m[l] = times_denominator(self.exchange(l, [step_over(c, *D) for c in sent]), *D)
@@ -106,22 +130,30 @@ class Adam:
             else:
                 mean = np.mean(local, axis=0)  # g = mean_i g_i (dense)
                 self.m[l] = self.b1 * self.m[l] + (1 - self.b1) * mean  # m = b1 m + (1-b1) g
-                self.v[l] = self.b2 * self.v[l] + (1 - self.b2) * mean**2  # v = b2 v + (1-b2) g^2
-                self.k[l] += 1
-                vd = self.v[l]
+                # v = b2 v + (1-b2) g^2; in a refresh g counts for s = 1 + interval/steps steps: v = b2^s v + (1-b2^s) g^2
+                refreshing = self.refreshing and self.compressed[l]
+                s = 1 + self.refresh_interval // self.refresh_steps if refreshing else 1
+                self.v[l] = self.b2**s * self.v[l] + (1 - self.b2**s) * mean**2
+                self.k[l] += s
+                vd, k = (self.v_D[l], self.k_D[l]) if refreshing else (self.v[l], self.k[l])
             mhat = self.m[l] / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.m[l]
             # x -= lr*wd*x + lr * mhat/(sqrt(vhat)+eps)
-            update = step_over(mhat, vd, self.k[l], self.b2, self.eps, self.bias_correction)
+            update = step_over(mhat, vd, k, self.b2, self.eps, self.bias_correction)
             self.x[l] = self.x[l] - self.lr * self.wd * self.x[l] - self.lr * update
         self.steps += 1
-        if self.T_w is not None and self.steps >= self.T_w:
-            self.frozen = True
+        if not self.frozen:
+            if self.T_w is not None and self.steps >= self.T_w:
+                self.freeze()
+            return
+        self.since += 1
+        if self.refresh_interval is not None and self.since >= self.refresh_interval + self.refresh_steps:
+            self._new_denominators()
 
     def _norm(self, g: Gradients) -> float:
         """Norm of the averaged gradient in a dense step, ``G = sqrt((1/n) sum_i ||g_i||^2)`` where gradients are local."""
         squares = 0.0
         for l in range(len(self.x)):
-            if self.frozen and self.compressed[l]:
+            if self.frozen and self.compressed[l] and not self.refreshing:
                 squares += sum(squared_norm([g[i][l]]) for i in range(self.n)) / self.n
             elif present(g, l):
                 squares += squared_norm([average(g, l, self.x[l].size)])
