@@ -80,6 +80,48 @@ def test_every_algorithm_trains_replicas_that_everybody_sees_equal(
         assert (result["intra"] > 0) == (ranks_per_node is not None)
 
 
+def refreshing_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """Plain AdamW, converted, with accumulation and clipping; saved in the middle of a refresh and continued from there."""
+    pl = enter(rank)
+
+    def adamw(module: Any) -> Any:
+        return torch.optim.AdamW(module.parameters(), lr=1e-2)
+
+    found: dict[str, Any] = {"dense": [], "different": []}
+
+    def on_train_batch_end(module: Any, *_: Any) -> None:
+        (optimizer,) = module.trainer.strategy.onebit_optimizers
+        if optimizer.steps > len(found["dense"]):
+            found["dense"].append(optimizer.ledger.last.dense)
+            found["different"] += same_on_all_ranks(dict(module.net.named_parameters()))
+
+    ends = []
+    for ckpt_path in (None, f"{folder}/step=6.ckpt"):
+        found["dense"] = found["dense"][:6]
+        strategy = strategy_class()("onebit_adam", block_size=64, freeze_step=2, refresh_interval=3, refresh_steps=2)
+        module = make_module(pl, adamw, norm_net, on_train_batch_end=on_train_batch_end)
+        trainer = quiet_trainer(
+            *(pl, strategy),
+            max_steps=11,
+            max_epochs=20,
+            accumulate_grad_batches=2,
+            gradient_clip_val=1.0,
+            enable_checkpointing=True,
+            default_root_dir=folder,
+        )
+        save = pl.callbacks.ModelCheckpoint(folder, filename="{step}", every_n_train_steps=6, save_top_k=-1)
+        trainer.callbacks.append(save)
+        trainer.fit(module, loader(samples=96, batch=4), ckpt_path=ckpt_path)
+        ends.append(weights(module))
+    return {**found, "resumed": differing(*ends)}
+
+
+def test_refreshes_with_the_trainer_and_a_resume_in_the_middle_of_one(tmp_path: Any) -> None:
+    for result in run_ranks(refreshing_rank, 2, str(tmp_path)):
+        assert result["dense"] == [True] * 2 + [False] * 3 + [True] * 2 + [False] * 3 + [True]
+        assert result["different"] == [] and result["resumed"] == []
+
+
 def weights(module: Any) -> dict[str, torch.Tensor]:
     return {name: p.detach().clone() for name, p in module.net.named_parameters()}
 

@@ -194,9 +194,8 @@ class OnebitAdam(AdamMoments):
     def _invert_refreshed(self) -> None:
         """Ends a refresh: denominators of the second moments as they are now. Residuals stay: they are owed as before."""
         self._unrefreshed = 0
-        v = self._flat.pop("v", None)
-        if v is not None:
-            self._invert(v, self._flat["r"])
+        if self._refreshing:
+            self._invert(self._flat.pop("v"), self._flat["r"])
 
     def _leave_compressed(self) -> None:
         self._invert_refreshed()
