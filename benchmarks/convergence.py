@@ -558,6 +558,8 @@ FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
 # 1-bit Adam as published compresses the momentum itself; 0/1 Adam can compress steps
 MOMENTUM: Options = (("preconditioned", False),)
 STEPS: Options = (("preconditioned", True),)
+# 1-bit Adam whose frozen variance is refreshed by 4 dense steps now and then
+REFRESHES, SHORT_REFRESHES = (("refresh_interval", 100),), (("refresh_interval", 40),)
 
 
 def studies() -> dict[str, list[Chain]]:
@@ -581,9 +583,13 @@ def studies() -> dict[str, list[Chain]]:
 
     return {
         "text": [
-            Chain("text", "adamw"),
+            Chain("text", "adamw", seeds=tuple(range(9))),
             Chain("text", "onebit_adam", 4, variants=floors[1:], also=(two, four, sixteen, sixty_four)),
-            Chain("text", "zero_one_adam", 4, variants=floors[1:], also=((2, True, (0,)), four, sixteen, sixty_four)),
+            Chain(
+                *("text", "zero_one_adam", 4),
+                variants=floors[1:],
+                also=((2, True, (0,)), four, sixteen, (64, False, tuple(range(9)))),
+            ),
             Chain("text", "binsgdm", 4, start=8, refine=False, also=(two, four, sixteen)),
             Chain("text", "binsgdm", 64, start=10, refine=False),
             *(Chain("text", "binsgdm", 4, (("beta", beta),), start=8, refine=False) for beta in (0.5, 0.9)),
@@ -599,11 +605,9 @@ def studies() -> dict[str, list[Chain]]:
         ],
         "lamb": [
             Chain("large_batch", "lamb", start=10),
-            Chain("large_batch", "onebit_lamb", 4, start=9, also=((4, True, (0,)),)),
+            Chain("large_batch", "onebit_lamb", 4, start=9, also=((4, True, SEEDS),)),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
-            Chain(
-                "large_batch", "onebit_lamb", 4, RECIPE, start=10, also=((2, True, (0,)), sixteen, (64, False, (0,)))
-            ),
+            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, sixty_four)),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
             Chain("large_batch", "onebit_lamb", 4, (*RECIPE, *FROZEN_RATIOS), start=10),
             Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0,)),
@@ -632,6 +636,14 @@ def studies() -> dict[str, list[Chain]]:
             # each guard of BinSGDM alone taken away
             digits("binsgdm", variants=UNGUARDED),
             Chain("text", "binsgdm", 4, start=8, refine=False, variants=UNGUARDED),
+        ],
+        "refreshes": [
+            digits(
+                *("onebit_adam", 4, 8, REFRESHES),
+                seeds=MANY_SEEDS,
+                variants=((("freeze_step", 120), *REFRESHES),),
+            ),
+            Chain("text", "onebit_adam", 4, SHORT_REFRESHES, start=8, refine=False, also=(sixty_four,)),
         ],
         # 1-bit Adam by the paper's rule
         "momentum": [

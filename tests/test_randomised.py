@@ -253,6 +253,10 @@ def play(group: Any, script: Script, interrupted: bool) -> dict[str, Any]:
 
 def kept(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
     """What there was is as it was; the bitmap of coordinates that have had a gradient may still learn of earlier steps."""
+    if before.keys() ^ after.keys() == {"preconditioned_momentum"}:
+        # a refresh began or ended in this step: the momentum changes its form, and second moments are kept beside denominators
+        close = torch.allclose(before["exp_avg"], after["exp_avg"], rtol=1e-5)
+        return close and equal(before["reciprocal_denominator"], after["reciprocal_denominator"])
     return all(
         name in after and (not (value & ~after[name]).any() if name == "live" else equal(value, after[name]))
         for name, value in before.items()

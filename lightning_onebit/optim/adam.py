@@ -110,8 +110,9 @@ class OnebitAdam(AdamMoments):
             raise ValueError(
                 f"refresh_steps={refresh_steps} takes effect with refresh_interval only; give that too, or leave refresh_steps out"
             )
-        # steps since the freeze or the last refresh
+        # steps since the freeze or the last refresh, and the parameters that have had a gradient in the refresh under way
         self._unrefreshed = 0
+        self._learned: set[int] = set()
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -177,6 +178,7 @@ class OnebitAdam(AdamMoments):
         for i in members:
             self._learn(i, updates)
             self._move(i)
+        self._learned.update(members)
         self._publish(members)
         self._count(members)
 
@@ -193,9 +195,11 @@ class OnebitAdam(AdamMoments):
 
     def _invert_refreshed(self) -> None:
         """Ends a refresh: denominators of the second moments as they are now. Residuals stay: they are owed as before."""
-        self._unrefreshed = 0
         if self._refreshing:
-            self._invert(self._flat.pop("v"), self._flat["r"])
+            v = self._flat.pop("v")
+            for i in self._learned:
+                self._invert_slot(self._slot_of[i], v, self._flat["r"])
+        self._unrefreshed, self._learned = 0, set()
 
     def _leave_compressed(self) -> None:
         self._invert_refreshed()
@@ -204,7 +208,11 @@ class OnebitAdam(AdamMoments):
     def _books(self) -> dict[str, Any]:
         books = super()._books()
         if self.settings["refresh_interval"] is not None:
-            books |= {"unrefreshed": self._unrefreshed, "refreshing": self._refreshing}
+            books |= {
+                "unrefreshed": self._unrefreshed,
+                "refreshing": self._refreshing,
+                "learned": sorted(self._learned),
+            }
         return books
 
     @property
@@ -216,6 +224,7 @@ class OnebitAdam(AdamMoments):
         interval = self.settings["refresh_interval"]
         refreshing = interval is not None and bool(books.get("refreshing", False))
         self._unrefreshed = books.get("unrefreshed", 0) if interval is not None else 0
+        self._learned = set(books["learned"]) if refreshing else set()
         if interval is not None and not refreshing:
             self._unrefreshed = min(self._unrefreshed, interval)
         super()._load_phase(phase, books, saved)
