@@ -640,6 +640,7 @@ def studies() -> dict[str, list[Chain]]:
         "refreshes": [
             digits(
                 *("onebit_adam", 4, 8, REFRESHES),
+                refine=True,
                 seeds=MANY_SEEDS,
                 variants=((("freeze_step", 120), *REFRESHES),),
             ),
