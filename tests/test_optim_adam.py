@@ -1529,9 +1529,9 @@ def test_refreshes_follow_the_oracle(preconditioned: bool, world: int, seed: int
         np.testing.assert_allclose(r, expected, rtol=1e-5)
 
 
-def refreshed_worker(rank: int, world: int, cuts: Sequence[int]) -> Any:
+def refreshed_worker(rank: int, world: int, cuts: Sequence[int], preconditioned: bool) -> Any:
     """A run with refreshes, and the same run continued in a new optimizer after each of ``cuts`` steps."""
-    run = refreshed_run(block_size=32, bucket_mb=0.02)
+    run = refreshed_run(block_size=32, bucket_mb=0.02, preconditioned=preconditioned)
 
     def go(params: list[torch.nn.Parameter], optimizer: OnebitAdam, first: int, saves: Sequence[int] = ()) -> Any:
         saved = {}
@@ -1557,14 +1557,48 @@ def refreshed_worker(rank: int, world: int, cuts: Sequence[int]) -> Any:
     return whole, continued
 
 
-def test_a_run_resumed_in_a_refresh_is_the_run_that_was_not_interrupted() -> None:
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_a_run_resumed_in_a_refresh_is_the_run_that_was_not_interrupted(preconditioned: bool) -> None:
     """Bit for bit: before, within (also after the skipped step) and after the first refresh, and within the second."""
-    results = run_ranks(refreshed_worker, 2, [8, 11, 12, 13, 14, 15, 20])
+    results = run_ranks(refreshed_worker, 2, [8, 11, 12, 13, 14, 15, 20], preconditioned)
     for whole, continued in results:
         assert len(continued) == 7
         for t, state in continued:
             assert equal(state, whole), f"resumed after {t} steps"
     assert equal(results[0][0]["x"], results[1][0]["x"]), "replicas are bitwise equal"
+
+
+@pytest.mark.parametrize(("interval", "dense"), [(3, [True, False, False, False, True]), (100, [True] + [False] * 4)])
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_a_refresh_is_finished_first_where_a_run_resumes_with_another_interval(
+    preconditioned: bool, interval: int, dense: list[bool]
+) -> None:
+    """Saved after one of two dense steps of a refresh that came after 5 compressed ones."""
+    options = {**REFRESHED, "force_compression": True, "block_size": 32, "preconditioned": preconditioned}
+
+    def steps(optimizer: OnebitAdam, p: torch.nn.Parameter, count: int) -> list[bool]:
+        kinds = []
+        for _ in range(count):
+            p.grad = torch.linspace(-1, 1, 64)
+            optimizer.step()
+            assert optimizer.ledger.last is not None
+            kinds.append(optimizer.ledger.last.dense)
+        return kinds
+
+    p = torch.nn.Parameter(torch.zeros(64))
+    optimizer = OnebitAdam([p], **options)
+    assert steps(optimizer, p, 12) == [True] * 6 + [False] * 5 + [True]
+    q = torch.nn.Parameter(p.detach().clone())
+    resumed = OnebitAdam([q], **{**options, "refresh_interval": interval})
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_residual_state_dict(optimizer.residual_state_dict())
+    # resumed without refreshes at all, it goes on compressed from the denominators that it had
+    r = torch.nn.Parameter(p.detach().clone())
+    without = OnebitAdam([r], **{**options, "refresh_interval": None, "refresh_steps": None})
+    without.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert steps(resumed, q, 5) == dense
+    assert steps(without, r, 5) == [False] * 5
+    assert q.isfinite().all() and r.isfinite().all()
 
 
 def overlapped_refresh_worker(rank: int, world: int, overlap: str) -> Any:

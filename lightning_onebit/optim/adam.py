@@ -223,10 +223,12 @@ class OnebitAdam(AdamMoments):
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         interval = self.settings["refresh_interval"]
         refreshing = interval is not None and bool(books.get("refreshing", False))
-        self._unrefreshed = books.get("unrefreshed", 0) if interval is not None else 0
         self._learned = set(books["learned"]) if refreshing else set()
-        if interval is not None and not refreshing:
-            self._unrefreshed = min(self._unrefreshed, interval)
+        self._unrefreshed = 0
+        if interval is not None:
+            # the interval may be another now: a refresh that has begun is finished, one that is overdue begins
+            bound = max if refreshing else min
+            self._unrefreshed = bound(books.get("unrefreshed", 0), interval + refreshing)
         super()._load_phase(phase, books, saved)
         if not refreshing or "r" not in self._flat:
             return
