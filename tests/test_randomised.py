@@ -256,7 +256,9 @@ def kept(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
     if before.keys() ^ after.keys() == {"preconditioned_momentum"}:
         # a refresh began or ended in this step: the momentum changes its form, and second moments are kept beside denominators
         close = torch.allclose(before["exp_avg"], after["exp_avg"], rtol=1e-5)
-        return close and equal(before["reciprocal_denominator"], after["reciprocal_denominator"])
+        # at its end whoever learned in an earlier step of it gets new denominators, with a gradient in the last one or not
+        ended = "preconditioned_momentum" in after
+        return close and (ended or equal(before["reciprocal_denominator"], after["reciprocal_denominator"]))
     return all(
         name in after and (not (value & ~after[name]).any() if name == "live" else equal(value, after[name]))
         for name, value in before.items()
