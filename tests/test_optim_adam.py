@@ -1500,9 +1500,10 @@ REFRESHED = {
 }
 
 
-def refreshed_run(**options: Any) -> Run:
-    # tensor 1 without a gradient on one rank in the first step of a refresh, tensor 3 on all; rank 1 broken in another
-    missing = frozenset({(11, 0, 1), (11, -1, 3), (18, -1, 1)})
+def refreshed_run(idle: int | None = None, **options: Any) -> Run:
+    # tensor 1 without a gradient on one rank in the first step of a refresh, tensor 3 on all; rank 1 broken in another; in step
+    # ``idle`` there is no gradient at all
+    missing = frozenset({(11, 0, 1), (11, -1, 3), (18, -1, 1), *((idle, -1, l) for l in range(len(SHAPES)) if idle)})
     return Run(26, {**REFRESHED, **options}, cold=64 * 33 // 2, missing=missing, broken=frozenset({(12, 1, 0)}))
 
 
@@ -1531,7 +1532,8 @@ def test_refreshes_follow_the_oracle(preconditioned: bool, world: int, seed: int
 
 def refreshed_worker(rank: int, world: int, cuts: Sequence[int], preconditioned: bool) -> Any:
     """A run with refreshes, and the same run continued in a new optimizer after each of ``cuts`` steps."""
-    run = refreshed_run(block_size=32, bucket_mb=0.02, preconditioned=preconditioned)
+    # the second refresh begins with a step without any gradient
+    run = refreshed_run(19, block_size=32, bucket_mb=0.02, preconditioned=preconditioned)
 
     def go(params: list[torch.nn.Parameter], optimizer: OnebitAdam, first: int, saves: Sequence[int] = ()) -> Any:
         saved = {}

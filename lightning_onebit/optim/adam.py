@@ -163,10 +163,11 @@ class OnebitAdam(AdamMoments):
         return self._phase is Phase.COMPRESSED and interval is not None and self._unrefreshed >= interval
 
     def _step_dense(self, active: list[int]) -> None:
-        refreshed = [i for i in active if i in self._slot_of] if self.compresses and self._refresh_due() else []
-        if refreshed:
-            self._refresh(refreshed)
-        super()._step_dense([i for i in active if not refreshed or i not in self._slot_of])
+        refreshes = self.compresses and self._refresh_due()
+        if refreshes:
+            # begins even where no parameter has a gradient in its first step: the count of its steps has begun
+            self._refresh([i for i in active if i in self._slot_of])
+        super()._step_dense([i for i in active if not refreshes or i not in self._slot_of])
 
     def _refresh(self, members: list[int]) -> None:
         """A dense step of a refresh: momenta meet, second moments learn, and weights move by the denominators there are."""
