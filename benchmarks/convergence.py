@@ -541,11 +541,13 @@ UNGUARDED: tuple[Options, ...] = (
     (("denominator_floor", 0.0),),
     (("draws", "independent"),),
     (("magnitude_beta", 0.7),),
+    (("overflow", "drop"),),
     (("server", "random"),),
 )
+DROPPED: Options = (("overflow", "drop"),)
 PAPERS_BINSGDM: Options = (
     *(("beta", 0.7), ("denominator_floor", 0.0), ("draws", "independent")),
-    *(("magnitude_beta", 0.7), ("server", "random")),
+    *(("magnitude_beta", 0.7), ("overflow", "drop"), ("server", "random")),
 )
 BETAS = (0.5, 0.8, 0.9, 0.95)  # besides the default, 0.7
 # runs of seconds, whose loss varies by 5 % between seeds: these search, and more of them place the gaps that matter
@@ -568,7 +570,7 @@ def studies() -> dict[str, list[Chain]]:
     momentum_floors: tuple[Options, ...] = tuple((*floor, *MOMENTUM) for floor in floors)
 
     def published(beta: float, server: str = "random") -> Options:
-        """BinSGDM without this library's floor, stratified draws, longer memory of magnitudes and feedback."""
+        """BinSGDM without this library's floor, stratified draws, longer memory of magnitudes, kept overflow and feedback."""
         changed = {"beta": beta, "magnitude_beta": beta, "server": server}
         return tuple((name, changed.get(name, value)) for name, value in PAPERS_BINSGDM)
 
@@ -622,7 +624,14 @@ def studies() -> dict[str, list[Chain]]:
             digits("onebit_lamb", options=FROZEN_RATIOS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MANY_SEEDS, also=((2, True, SEEDS),)),
-            digits("binsgdm", 16, start=10, seeds=SEEDS, search=SEEDS),
+            digits("binsgdm", 16, start=9, seeds=DIGITS_SEEDS, search=SEEDS),
+        ],
+        # BinSGDM that loses what signs cannot say
+        "overflow": [
+            Chain("text", "binsgdm", 4, DROPPED, start=8, refine=False, also=(two, four, sixteen)),
+            Chain("text", "binsgdm", 64, DROPPED, start=10, refine=False),
+            digits("binsgdm", options=DROPPED, refine=True, seeds=MANY_SEEDS, also=((2, True, SEEDS),)),
+            digits("binsgdm", 16, options=DROPPED, start=10, seeds=SEEDS, search=SEEDS),
         ],
         "words": [
             Chain("words", "adamw", refine=False),

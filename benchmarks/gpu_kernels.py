@@ -280,7 +280,7 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
                 b,
                 0,
                 b.blocks,
-                factors=factors[:4],
+                factors=factors[:5],
                 g=g,
                 m=flats[0],
                 a=size,

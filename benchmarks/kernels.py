@@ -137,7 +137,7 @@ class Case:
                 lambda: kernels.sample(
                     *(bucket, 0, blocks),
                     **dict(
-                        factors=self.factors[:4],
+                        factors=self.factors[:5],
                         g=[self.g],
                         m=self.m,
                         a=self.v,

@@ -16,7 +16,18 @@ from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
 _JOB_OPTIONS = (
-    *("params", "steps", "warmup", "gradient_bytes", "hidden", "overlap", "block_size", "bucket_mb"),
+    *(
+        "params",
+        "steps",
+        "warmup",
+        "refresh_interval",
+        "refresh_steps",
+        "gradient_bytes",
+        "hidden",
+        "overlap",
+        "block_size",
+        "bucket_mb",
+    ),
     *("local_step_scaler", "local_step_clipper", "server"),
 )
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -103,6 +114,10 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=Job.warmup,
         help="share of dense steps (%(default)s); 0/1 Adam: until the freeze",
     )
+    model.add_argument(
+        "--refresh-interval", type=_whole(1), help="1-bit Adam's: compressed steps between refreshes (none)"
+    )
+    model.add_argument("--refresh-steps", type=_whole(1), help="1-bit Adam's: dense steps of a refresh (4)")
     model.add_argument(
         "--gradient-bytes",
         type=int,

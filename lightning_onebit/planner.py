@@ -22,6 +22,7 @@ from lightning_onebit.comm import (
     plan_buckets,
     ring_bytes,
 )
+from lightning_onebit.optim.adam import REFRESH_STEPS
 from lightning_onebit.optim.binsgdm import SERVERS
 from lightning_onebit.optim.options import check_choice, check_integer, check_number
 from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
@@ -135,6 +136,8 @@ class Job:
         compute: seconds of a step that exchanges nothing: forward, backward and a dense optimizer step.
         steps: real steps of the run.
         warmup: share of dense steps of 1-bit Adam and 1-bit LAMB, of steps up to the variance freeze for 0/1 Adam.
+        refresh_interval: 1-bit Adam's: compressed steps between two refreshes of the frozen variance; None: there are none.
+        refresh_steps: dense steps of such a refresh; None: 4.
         gradient_bytes: of a gradient element in the warm-up: 4, or 2 where parameters are 16-bit.
         hidden: share of ``compute`` behind which dense averaging hides (backward is two thirds, less its first bucket).
         overlap: ``"step"``, or ``"backward"`` where compressed buckets hide as well (1-bit Adam and 1-bit LAMB).
@@ -150,6 +153,8 @@ class Job:
     compute: float
     steps: int = 100_000
     warmup: float = 0.2
+    refresh_interval: int | None = None
+    refresh_steps: int | None = None
     gradient_bytes: int = 4
     hidden: float = 0.5
     overlap: str = "step"
@@ -176,6 +181,12 @@ class Job:
         check_number("compute", self.compute, least=0)
         check_integer("steps", self.steps, least=1)
         check_number("warmup", self.warmup, least=0, most=1)
+        check_integer("refresh_interval", self.refresh_interval, least=1, optional=True)
+        check_integer("refresh_steps", self.refresh_steps, least=1, optional=True)
+        if self.refresh_steps is not None and self.refresh_interval is None:
+            raise ValueError(
+                f"refresh_steps={self.refresh_steps} takes effect with refresh_interval only; give that too"
+            )
         if self.gradient_bytes not in (2, 4):
             raise ValueError(f"gradient_bytes={self.gradient_bytes!r} is unknown; choose 4 (fp32) or 2 (fp16, bf16)")
         check_number("hidden", self.hidden, least=0, most=1)
@@ -454,6 +465,10 @@ def _rounds(job: Job, name: str) -> dict[str, float]:
     if name == "binsgdm":  # bitmaps of live coordinates are merged at t = 1, 2, 4, ...: exchanges like any other
         return {"dense": 0.0, "one_bit": job.steps + float(job.steps.bit_length()), "silent": 0.0}
     dense = round(job.warmup * job.steps)
+    if name == "onebit_adam" and job.refresh_interval is not None:
+        span = job.refresh_steps or REFRESH_STEPS
+        whole, rest = divmod(job.steps - dense, job.refresh_interval + span)
+        dense += whole * span + max(0, rest - job.refresh_interval)
     if name != "zero_one_adam":
         return {"dense": float(dense), "one_bit": float(job.steps - dense), "silent": 0.0}
     scaler = job.local_step_scaler if job.local_step_scaler is not None else max(1, job.steps // 5)

@@ -125,6 +125,7 @@ class OnebitMixin(_Base):
         magnitude_beta: BinSGDM: decay of magnitudes, see ``BinSGDM``.
         server: BinSGDM: how votes are combined, see ``BinSGDM``.
         draws: BinSGDM: how draws of successive steps relate, see ``BinSGDM``.
+        overflow: BinSGDM: what becomes of what signs cannot say, see ``BinSGDM``.
         seed: BinSGDM: seed of its draws.
 
     Raises:
@@ -190,6 +191,7 @@ class OnebitMixin(_Base):
         server: str | None = None,
         magnitude_beta: float | None = None,
         draws: str | None = None,
+        overflow: str | None = None,
         seed: int | None = None,
     ) -> None:
         options = {
@@ -222,6 +224,7 @@ class OnebitMixin(_Base):
             "server": server,
             "magnitude_beta": magnitude_beta,
             "draws": draws,
+            "overflow": overflow,
             "seed": seed,
         }
         self._algorithm: Algorithm = find_algorithm(algorithm)

@@ -72,6 +72,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "local_step_policy": CHOICE,
     "server": CHOICE,
     "draws": CHOICE,
+    "overflow": CHOICE,
     "seed": ("1", True, 1.5),
     # of the strategy
     "algorithm": ("adam", 3, None),

@@ -164,7 +164,7 @@ def run_other_algorithms(
     g = flats[5] if g_kind == "flat" else gradients
     kernels.sample(
         *(bucket, 0, blocks),
-        **dict(factors=factors[:4].clone(), g=g, m=m, a=a, phi=phi, key=key, first_block=first_block, out=out),
+        **dict(factors=factors[:5].clone(), g=g, m=m, a=a, phi=phi, key=key, first_block=first_block, out=out),
     )
     note(m, a, out.raw)
     live = torch.zeros((blocks, words), dtype=torch.int32)

@@ -15,6 +15,7 @@ import torch
 from optim_support import CLASSES
 
 from lightning_onebit.comm import Collective, SimulatedGroup, SimulatedWorld, exchange_collectives, ring_bytes
+from lightning_onebit.optim import OnebitAdam
 from lightning_onebit.planner import (
     ADAMW_BYTES,
     DENSE,
@@ -166,6 +167,19 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
     assert found.step_seconds < predict(NETWORK, every, "zero_one_adam").step_seconds
 
 
+@pytest.mark.parametrize(("interval", "steps"), [(5, 2), (5, None), (40, 3)])
+def test_refreshes_are_counted_as_the_optimizer_makes_them(interval: int, steps: int | None) -> None:
+    p = torch.nn.Parameter(torch.zeros(40))
+    options = {"refresh_interval": interval, "refresh_steps": steps}
+    optimizer = OnebitAdam([p], freeze_step=6, force_compression=True, block_size=32, **options)  # type: ignore[arg-type]
+    for _ in range(30):
+        p.grad = torch.ones(40)
+        optimizer.step()
+    job = replace(BERT, steps=30, warmup=0.2, **options)  # type: ignore[arg-type]
+    assert predict(NETWORK, job, "onebit_adam").dense_share == optimizer.ledger.dense_steps / 30
+    assert predict(NETWORK, job, "onebit_lamb").dense_share == 0.2
+
+
 def test_a_run_that_is_all_warm_up_is_a_dense_run() -> None:
     report = plan(NETWORK, replace(BERT, warmup=1.0), ["onebit_adam"])
     dense, found = report.predictions[0], report.predictions[-1]
@@ -271,6 +285,8 @@ def test_a_plot_reaches_4096_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (Job, {"params": 10.5, "compute": 1}, TypeError, "params"),
         (Job, {"params": 10, "compute": -1}, ValueError, "compute=-1"),
         (Job, {"params": 10, "compute": 1, "warmup": 1.5}, ValueError, "warmup=1.5"),
+        (Job, {"params": 10, "compute": 1, "refresh_interval": 0}, ValueError, "refresh_interval=0"),
+        (Job, {"params": 10, "compute": 1, "refresh_steps": 2}, ValueError, "refresh_steps=2 takes effect with"),
         (Job, {"params": 10, "compute": 1, "gradient_bytes": 8}, ValueError, "gradient_bytes=8"),
         (Job, {"params": 10, "compute": 1, "block_size": 33}, ValueError, "block_size=33"),
         (Job, {"params": 10, "compute": 1, "overlap": "never"}, ValueError, "overlap='never'"),

@@ -120,6 +120,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
             "seed": draw(st.integers(0, 3)),
         }
         options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}
+        options |= {"overflow": draw(st.sampled_from(["keep", "drop"]))}
         options |= {"denominator_floor": draw(st.sampled_from([0.0, 0.5, 1.0]))}
     if algorithm == "onebit_adam" and (interval := draw(st.sampled_from([None, 1, 2, 4]))) is not None:
         options |= {"refresh_interval": interval, "refresh_steps": draw(st.integers(1, 3))}

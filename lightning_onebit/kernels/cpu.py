@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 7
+ABI = 8
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -616,7 +616,10 @@ class CpuKernels(ReferenceKernels):
         first_block: int,
         out: Packed,
     ) -> None:
-        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then drawn signs of ``m / max(a, phi * rms(a))``, in one pass over memory."""
+        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then drawn signs of ``m / max(a, phi * rms(a))``, in one pass over memory.
+
+        What signs cannot express stays in m (see the reference).
+        """
         size, blocks = bucket.block_size, hi - lo
         elements = blocks * size
         flat_g = None
@@ -631,7 +634,7 @@ class CpuKernels(ReferenceKernels):
         lengths = _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
         self._call(
             "sample",
-            *(size, blocks, lengths, _address(factors, "factors", 4 * blocks), flat_g, *spans_g),
+            *(size, blocks, lengths, _address(factors, "factors", 5 * blocks), flat_g, *spans_g),
             *(_address(m, "m", elements), _address(a, "a", elements), phi, *key, first_block),
             *_payload(out, "out", blocks, size, scales=False),
         )

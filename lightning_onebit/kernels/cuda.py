@@ -679,7 +679,7 @@ class CudaKernels(ReferenceKernels):
         first_block: int,
         out: Packed,
     ) -> None:
-        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m / max(a, phi * rms(a)))``."""
+        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m / max(a, phi * rms(a)))``; what signs cannot express stays in m."""
         size, blocks = bucket.block_size, hi - lo
         flat, bound = 0, None
         if isinstance(g, Tensor):
@@ -690,7 +690,7 @@ class CudaKernels(ReferenceKernels):
             bound = self._bind(bucket, g, "g", m.device)
         tables = bound.tables if bound is not None else (0, 0)
         arguments = (
-            *(self._lengths(bucket, lo), self._address(factors, "factors", 4 * blocks), flat, *tables),
+            *(self._lengths(bucket, lo), self._address(factors, "factors", 5 * blocks), flat, *tables),
             *(self._address(m, "m", blocks * size), self._address(a, "a", blocks * size)),
             *(np.float32(phi), *key, first_block, *self._payload(out, "out", blocks, size, has_scales=False)),
         )

@@ -1070,7 +1070,8 @@ DEVICE float uniform(u32 h) {  // exact
   return mul(static_cast<float>(static_cast<int>(h >> 9) * 2 + 1 - (1 << 23)), 1.1920928955078125e-7f);
 }
 
-// m = b1*m + o1*g ; a = b2*a + o2*|g| (factors: rows b1, o1, b2, o2) ; bit: not m > c*U with c = max(a, phi * rms of the block's a)
+// m = b1*m + o1*g ; a = b2*a + o2*|g| (factors: rows b1, o1, b2, o2, share) ; bit: not m > c*U with c = max(a, phi * rms of the
+// block's a) ; m = m + share*(m - clip(m, -c, c))
 KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* factors, const float* g,
                      const int* block_span, const Span* spans, float* m, float* a, float phi, i64 key0, i64 key1, i64 key2,
                      i64 first_block, char* out_raw, i64 out_stride, i64 out_per_row, char* scratch) {
@@ -1081,6 +1082,7 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
   const Run grad = spans != nullptr ? run_of_block(block_span, spans, h.block, block_size) : flat_run(g, h.block, block_size);
   const float keep = factors[h.block], take = factors[blocks + h.block];
   const float keep_size = factors[2 * blocks + h.block], take_size = factors[3 * blocks + h.block];
+  const float share = factors[4 * blocks + h.block];
   const u32 seed = hash_of_block(first_block + h.block, key0);
   float* acc = accumulators(h, scratch, 1);
   const int part = 8;
@@ -1121,6 +1123,11 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
         const float c = size[q] > least ? size[q] : least;
         const bool positive = moment[q] > mul(c == 0.0f ? 1.0f : c, uniform(draw_of(seed, i, key1, key2)));
         word |= static_cast<u32>(!positive && i < length) << (k + q);
+        const float magnitude = as_float(bits_of(moment[q]) & ~kSign);
+        if (share != 0.0f && magnitude > c) {
+          const u32 excess = bits_of(sub(magnitude, c)) | (bits_of(moment[q]) & kSign);
+          m[start + i] = add(moment[q], mul(share, as_float(excess)));
+        }
       }
     }
     out.words[lane] = word;

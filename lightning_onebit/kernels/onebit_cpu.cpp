@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 7;
+constexpr int kAbi = 8;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -925,11 +925,12 @@ struct Averages {
   }
 };
 
-// negative where not m > c*U with c = max(a, least) (c*U: U where c is 0)
+// negative where not m > c*U with c = max(a, least) (c*U: U where c is 0) ; m = m + keep*(m - clip(m, -c, c))
 struct Sample {
   int64_t lanes;
-  float least;
-  const float *m, *a;
+  float least, keep;
+  float* m;
+  const float* a;
   uint32_t per_block;
   const Key& key;
   uint32_t* words;
@@ -940,6 +941,8 @@ struct Sample {
   template <int N> INLINE void one(int64_t lane) const {
     U<N> word{};
     const F<N> floor = splat<N>(least);
+    const float share = keep;
+    float* const to_m = m;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
       const F<N> size = load<N>(a + i);
       const U<N> above = mask<N>(size > floor);
@@ -947,7 +950,13 @@ struct Sample {
       const U<N> empty = mask<N>(bits_as<F<N>>(held) == F<N>{});
       const U<N> unit = held | (splat_bits<N>(1.0f) & empty);
       const F<N> threshold = bits_as<F<N>>(unit) * uniform<N>(draws<N>(per_block, key, i));
-      word = (word >> 1) | (~mask<N>(load<N>(m + i) > threshold) & kSign);
+      const F<N> moment = load<N>(to_m + i);
+      word = (word >> 1) | (~mask<N>(moment > threshold) & kSign);
+      if (share == 0.0f) continue;
+      const U<N> sign = bits_as<U<N>>(moment) & kSign;
+      const F<N> most = bits_as<F<N>>(held), magnitude = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(moment) & ~kSign));
+      const U<N> excess = bits_as<U<N>>(magnitude - most) & mask<N>(magnitude > most);
+      store<N>(to_m + i, moment + share * bits_as<F<N>>(static_cast<U<N>>(excess | sign)));
     }
     store<N>(words + lane, word);
   }
@@ -1339,7 +1348,7 @@ EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, i
   });
 }
 
-// factors: 4 rows of one fp32 per block (b1, o1, b2, o2); g: flat, or null where the spans are given; out: bits without scales
+// factors: 5 rows of one fp32 per block (b1, o1, b2, o2, keep); g: flat, or null where the spans are given; out: bits without scales
 EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* factors,
                           const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
                           void* const* span_data, const uint8_t* span_dtype, float* m, float* a, float phi, uint32_t k0, uint32_t k1,
@@ -1359,7 +1368,7 @@ EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const
       for_each_tile(lanes, Averages{lanes, factor(0), factor(1), factor(2), factor(3), from, m + at, a + at, squares});
       const float sum = fold_lanes(squares, lanes);
       const float least = phi > 0.0f && lengths[block] > 0 ? phi * root<1>(sum / static_cast<float>(lengths[block])) : 0.0f;
-      for_each_tile(lanes, Sample{lanes, least, m + at, a + at, key.of_block(first_block + block), key, words});
+      for_each_tile(lanes, Sample{lanes, least, factor(4), m + at, a + at, key.of_block(first_block + block), key, words});
       clear_padding(words, lengths[block], lanes);
     }
   });

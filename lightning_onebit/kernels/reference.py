@@ -100,7 +100,8 @@ def _values(packed: Packed) -> Tensor:
 def _block_rms(y: Tensor, lengths: Tensor) -> Tensor:
     """Root mean square of each block in the fixed order, fp32 ``(blocks,)``; 0 where a block holds nothing."""
     counts = lengths.to(torch.float32)
-    mean = block_square_sums(y) / torch.where(lengths > 0, counts, torch.ones_like(counts))
+    holds = lengths > 0
+    mean = torch.where(holds, block_square_sums(y) / torch.where(holds, counts, torch.ones_like(counts)), 0.0)
     # torch.sqrt of fp32 may come from a vector library and be off by one unit; through fp64 it is correctly rounded
     # everywhere
     return torch.sqrt(mean.double()).float()
@@ -419,14 +420,15 @@ class ReferenceKernels:
     ) -> None:
         """Worker side: ``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m/c)``, negative where not ``m > c*U``.
 
-        ``c = max(a, phi * rms(a))`` with the root mean square of the block. Where ``|m| > c`` the sign of m is certain. A
+        ``c = max(a, phi * rms(a))`` with the root mean square of the block. Where ``|m| > c`` the sign of m is certain, and
+        what it leaves out counts more than the rest in the steps to come: ``m = m + k*(m - clip(m, -c, c))``. A
         coordinate with ``c == 0`` counts as ``m/c = 0``: either sign with probability 1/2.
 
         Args:
             bucket: the block map.
             lo: first block of the shard.
             hi: one past its last block.
-            factors: fp32 ``(4, hi - lo)``: b1, o1, b2, o2.
+            factors: fp32 ``(5, hi - lo)``: b1, o1, b2, o2, k (>= 0).
             g: gradient: spans of the whole bucket or fp32 flat of the shard.
             m: fp32 flat of the shard, updated in place.
             a: fp32 flat of the shard, updated in place.
@@ -442,7 +444,7 @@ class ReferenceKernels:
             g = flat
         gradient = _as_blocks(g, bs)
         moment, size = _as_blocks(m, bs), _as_blocks(a, bs)
-        b1, o1, b2, o2 = factors[:, :, None]
+        b1, o1, b2, o2, share = factors[:, :, None]
         moment.copy_(b1 * moment + o1 * gradient)
         size.copy_(b2 * size + o2 * gradient.abs())
         u = counter_rng.uniform(counter_rng.draw_hash(key, first_block, hi - lo, bs, m.device))
@@ -453,6 +455,7 @@ class ReferenceKernels:
         positive = moment > torch.where(size == 0, torch.ones_like(size), size) * u
         negative = ~positive & valid_mask(lengths, bs)
         pack_bits(negative.view(out.rows, out.blocks_per_row, bs), out.words)
+        moment.copy_(torch.where(moment.abs() > size, moment + share * (moment - moment.clamp(-size, size)), moment))
 
     def vote(
         self,

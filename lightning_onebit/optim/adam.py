@@ -14,6 +14,9 @@ from lightning_onebit.optim.base import Phase
 from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_integer
 
+#: dense steps of a refresh where nothing else is said
+REFRESH_STEPS = 4
+
 
 class OnebitAdam(AdamMoments):
     r"""1-bit Adam: Adam with a frozen second moment and one-bit, error-compensated momentum.
@@ -134,7 +137,7 @@ class OnebitAdam(AdamMoments):
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
                 "refresh_interval": refresh_interval,
-                "refresh_steps": (refresh_steps or 4) if refresh_interval is not None else None,
+                "refresh_steps": (refresh_steps or REFRESH_STEPS) if refresh_interval is not None else None,
             },
         )
 

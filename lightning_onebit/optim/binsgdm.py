@@ -21,6 +21,7 @@ log = logging.getLogger("lightning_onebit")
 
 SERVERS = ("feedback", "random", "mean", "majority")
 DRAWS = ("stratified", "independent")
+OVERFLOWS = ("keep", "drop")
 
 
 class BinSGDM(OnebitOptimizer):
@@ -31,12 +32,13 @@ class BinSGDM(OnebitOptimizer):
         worker:  m_i, a_i = averages of g_i and of |g_i|      # weights fall by beta and by magnitude_beta per step
                  c_i = max(a_i, phi*rms(a_i))                 # rms over a block of a_i
                  u_i = Q(clip(m_i/c_i, -1, 1))                # Q(y) = +1 with probability (1+y)/2, else -1
+                 what the clip takes from m_i falls by magnitude_beta per step instead of beta, until it has been sent
         server:  z = (1/n) sum_i u_i + d ;  ubar = sign(z) ;  d = z - ubar
         all:     x -= lr*wd*x + lr*ubar
 
     Source: BinSGDM (ICLR 2023 submission), published as Birder (NeurIPS 2023). There, one beta serves both averages, phi is 0
-    and the server draws, ``ubar = Q((1/n) sum_i u_i)``; the longer memory of a, the floor phi, the stratified draws and the
-    server's feedback are this library's own (docs/differences.md says why, and how to turn each off).
+    and the server draws, ``ubar = Q((1/n) sum_i u_i)``; the longer memory of a, the floor phi, the stratified draws, the overflow
+    that is kept and the server's feedback are this library's own (docs/differences.md says why, and how to turn each off).
 
     The update has size lr in every coordinate. Randomness is counter-based (a function of seed, step, rank and element),
     so a run, its resume and its twin on another device draw the same bits. A coordinate that has never had a gradient
@@ -60,6 +62,10 @@ class BinSGDM(OnebitOptimizer):
         draws: ``"stratified"``: draws of successive steps spread evenly, so that what a coordinate is moved by in several
             steps adds up to nearly the sum of its ``m/c``; ``"independent"`` (the paper): its error grows with the root
             of the number of steps.
+        overflow: ``"keep"``: a sign says at most 1, so where ``|m/c|`` is larger the rest stays in m and falls no faster than a
+            does, until later signs have said it (``|m|`` is at most ``(1-beta)/(1-magnitude_beta)`` times a: 10 times by
+            default); ``"drop"`` (the paper): it falls like the rest of m, so large gradients are lost, which a worker that sees
+            few examples has most.
         seed: seed of the draws, the same on every rank.
         block_size: elements per block of the wire format, a multiple of 32.
         max_grad_norm: see ``OnebitAdam``, like the options after it.
@@ -95,6 +101,7 @@ class BinSGDM(OnebitOptimizer):
         server: str = "feedback",
         denominator_floor: float = 1.0,
         draws: str = "stratified",
+        overflow: str = "keep",
         seed: int = 0,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
@@ -107,6 +114,7 @@ class BinSGDM(OnebitOptimizer):
     ) -> None:
         check_choice("server", server, SERVERS)
         check_choice("draws", draws, DRAWS)
+        check_choice("overflow", overflow, OVERFLOWS)
         check_number("denominator_floor", denominator_floor, least=0, most=1)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r} must be an integer, not {type(seed).__name__}")
@@ -130,7 +138,13 @@ class BinSGDM(OnebitOptimizer):
                 kernels=kernels,
                 timeout=timeout,
             ),
-            {"server": server, "denominator_floor": float(denominator_floor), "draws": draws, "seed": seed},
+            {
+                "server": server,
+                "denominator_floor": float(denominator_floor),
+                "draws": draws,
+                "overflow": overflow,
+                "seed": seed,
+            },
         )
         self._phase = Phase.COMPRESSED
 
@@ -156,7 +170,16 @@ class BinSGDM(OnebitOptimizer):
             a.lerp_(grad.abs(), _share(_magnitude_beta(group), self._t[i] + 1))
             c = torch.maximum(a, self._least(a))
             direction = torch.where(c > 0, m / torch.where(c > 0, c, 1.0), 0.0).clamp_(-1.0, 1.0)
+            m.add_(m - m.clamp(-c, c), alpha=self._overflow_share(i, ahead=1))
             x.mul_(1 - group["lr"] * group["weight_decay"]).add_(direction, alpha=-group["lr"])
+
+    def _overflow_share(self, index: int, ahead: int = 0) -> float:
+        """How much more what a sign cannot say has to count now, to fall with a in the next step; ``ahead=1`` before it is counted."""
+        group = self._group(index)
+        if self.settings["overflow"] == "drop":
+            return 0.0
+        after = max(1, self._t[index] + ahead) + 1
+        return max(0.0, (1 - _share(_magnitude_beta(group), after)) / (1 - _share(group["beta"], after)) - 1)
 
     def _least(self, a: Tensor) -> Tensor:
         """Least denominators of a parameter, with the shape and strides of ``a``: phi times the root mean square of a's blocks."""
@@ -226,6 +249,7 @@ class BinSGDM(OnebitOptimizer):
             lambda i: _share(self._group(i)["beta"], self._t[i]) * self._grad_scale,
             lambda i: 1.0 - _share(_magnitude_beta(self._group(i)), self._t[i]),
             lambda i: _share(_magnitude_beta(self._group(i)), self._t[i]) * self._grad_scale,
+            self._overflow_share,
             alike=True,
         )
         self._kernels.sample(
@@ -294,6 +318,11 @@ class BinSGDM(OnebitOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_number("beta", group["beta"], least=0, below=1)
+        if group["beta"] == 0 and self.settings["overflow"] == "keep":
+            raise ValueError(
+                "beta=0 keeps nothing from step to step, and overflow='keep' keeps what signs cannot say: give overflow='drop' too, "
+                "or a beta above 0"
+            )
         check_number("magnitude_beta", group["magnitude_beta"], least=0, below=1, optional=True)
 
     def _begin_exchange(self) -> None:

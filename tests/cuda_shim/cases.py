@@ -261,7 +261,7 @@ def sample(w: World, gradient: str, phi: float = 1.0) -> Results:
     m, a = w.put(m), w.put(a)
     g = {"flat": w.flat, "spans": w.spans, "odd": w.odd_spans}[gradient]()
     out = w.payload(w.blocks // w.row_blocks, w.row_blocks, fill=False, scales=False)
-    factors = w.put(torch.stack([w.factors(w.blocks).cpu() for _ in range(4)]))
+    factors = w.put(torch.stack([w.factors(w.blocks).cpu() for _ in range(5)]))
     key = draw_key(7, 3, 1, WORKER_STREAM)
     w.kernels.sample(
         w.bucket, 0, w.blocks, factors=factors, g=g, m=m, a=a, phi=phi, key=key, first_block=2**32 - 3, out=out

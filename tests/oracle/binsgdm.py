@@ -39,6 +39,7 @@ class BinSGDM:
         phi: floor of the denominators relative to the root mean square of their block; 0 is the paper.
         block_size: elements of a block.
         server: ``"feedback"``, ``"random"`` (the paper), ``"mean"`` (vote counts) or ``"majority"`` (a tie is drawn).
+        overflow: ``"keep"``: what the clip takes from m falls by ba instead of b; ``"drop"`` is the paper.
         ranks_per_node: hierarchical exchange: gradients are averaged within nodes, the workers are the nodes.
 
     Attributes:
@@ -58,17 +59,19 @@ class BinSGDM:
         phi: float = 1.0,
         block_size: int = 2048,
         server: str = "feedback",
+        overflow: str = "keep",
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
         self.uniform, self.lr, self.b, self.wd, self.server = uniform, lr, b, wd, server
-        self.phi, self.block_size = phi, block_size
+        self.phi, self.block_size, self.overflow = phi, block_size, overflow
         self.ba = 1 - (1 - b) / 10 if ba is None else ba
         self.ranks_per_node = ranks_per_node
         self.n = n // ranks_per_node
         sizes = [a.size for a in self.x]
         self.m = [[np.zeros(size) for size in sizes] for _ in range(self.n)]
         self.a = [[np.zeros(size) for size in sizes] for _ in range(self.n)]
+        self.sent = [[np.zeros(size) for size in sizes] for _ in range(self.n)]  # the part of m that signs could say
         self.seen = [np.zeros(size, dtype=bool) for size in sizes]
         self.d = [uniform(0, "server", l) if server == "feedback" else np.zeros(0) for l in range(len(sizes))]
         self.k = [0] * len(sizes)  # steps of each tensor
@@ -91,12 +94,16 @@ class BinSGDM:
         self.k[l] += 1
         w, wa = share(self.b, self.k[l]), share(self.ba, self.k[l])
         for i in range(self.n):
-            self.m[i][l] = (1 - w) * self.m[i][l] + w * g[i]
+            # m = b*sent + max(b, ba)*excess + (1-b) g, in the limit of many steps
+            excess = self.m[i][l] - self.sent[i][l]
+            slower = max(1 - w, 1 - wa) if self.overflow == "keep" else 1 - w
+            self.m[i][l] = (1 - w) * self.sent[i][l] + slower * excess + w * g[i]
             self.a[i][l] = (1 - wa) * self.a[i][l] + wa * np.abs(g[i])
             m, a = self.m[i][l], self.a[i][l]
             c = a.copy()
             for b in blocks(a.size, self.block_size):
                 c[b] = np.maximum(a[b], self.phi * np.sqrt(np.mean(a[b] ** 2)))  # c_i = max(a_i, phi * rms(a_i))
+            self.sent[i][l] = np.clip(m, -c, c)
             y = np.divide(m, c, out=np.zeros_like(m), where=c != 0)  # 0/0 counts as 0
             votes.append(Q(np.clip(y, -1, 1), self.uniform(t, i, l)))  # u_i = Q(clip(m_i/c_i))
         if t & (t - 1) == 0:  # t = 1, 2, 4, 8, ...: the bitmap is merged over the ranks
