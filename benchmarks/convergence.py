@@ -544,7 +544,9 @@ UNGUARDED: tuple[Options, ...] = (
     (("overflow", "drop"),),
     (("server", "random"),),
 )
-DROPPED: Options = (("overflow", "drop"),)
+# with a memory of magnitudes ten times as long as that of the momentum, and not thirty
+SHORTER: Options = (("magnitude_beta", 0.97),)
+DROPPED: Options = (*SHORTER, ("overflow", "drop"))
 PAPERS_BINSGDM: Options = (
     *(("beta", 0.7), ("denominator_floor", 0.0), ("draws", "independent")),
     *(("magnitude_beta", 0.7), ("overflow", "drop"), ("server", "random")),
