@@ -625,11 +625,14 @@ def studies() -> dict[str, list[Chain]]:
             digits("onebit_lamb", seeds=MANY_SEEDS),
             digits("onebit_lamb", options=FROZEN_RATIOS),
             digits("sgd", 1, 16),
-            digits("binsgdm", refine=True, seeds=MANY_SEEDS, also=((2, True, SEEDS),)),
-            digits("binsgdm", 16, start=9, seeds=DIGITS_SEEDS, search=SEEDS),
+            digits("binsgdm", refine=True, seeds=MANY_SEEDS),
+            digits("binsgdm", also=((2, True, DIGITS_SEEDS),)),
+            digits("binsgdm", 16, start=10, refine=True, seeds=tuple(range(15)), search=SEEDS),
         ],
-        # BinSGDM that loses what signs cannot say
+        # BinSGDM with a shorter memory of magnitudes, and with that losing what signs cannot say
         "overflow": [
+            Chain("text", "binsgdm", 4, SHORTER, start=8, refine=False),
+            digits("binsgdm", 16, options=SHORTER, start=9, seeds=SEEDS, search=SEEDS),
             Chain("text", "binsgdm", 4, DROPPED, start=8, refine=False, also=(two, four, sixteen)),
             Chain("text", "binsgdm", 64, DROPPED, start=10, refine=False),
             digits("binsgdm", options=DROPPED, refine=True, seeds=MANY_SEEDS, also=((2, True, SEEDS),)),
@@ -645,7 +648,7 @@ def studies() -> dict[str, list[Chain]]:
             digits("zero_one_adam", variants=((("local_step_clipper", 1),),)),
             digits("zero_one_adam", seeds=MANY_SEEDS, variants=((("var_freeze_step", 1200),),)),
             # each guard of BinSGDM alone taken away
-            digits("binsgdm", variants=UNGUARDED),
+            digits("binsgdm", refine=True, seeds=SEEDS, variants=UNGUARDED),
             Chain("text", "binsgdm", 4, start=8, refine=False, variants=UNGUARDED),
         ],
         "refreshes": [

@@ -454,7 +454,9 @@ def test_magnitudes_are_remembered_thirty_times_as_long_unless_told_otherwise() 
             optimizer.step()
         return [p.detach() for p in params]
 
-    assert equal(final(beta=0.7), final(beta=0.7, magnitude_beta=0.99)) and not equal(final(), final(magnitude_beta=0.8))
+    assert equal(final(beta=0.7), final(beta=0.7, magnitude_beta=0.99)) and not equal(
+        final(), final(magnitude_beta=0.8)
+    )
 
 
 def test_force_compression_draws_in_a_world_of_one() -> None:
