@@ -596,7 +596,6 @@ def studies() -> dict[str, list[Chain]]:
             ),
             Chain("text", "binsgdm", 4, start=8, refine=False, also=(two, four, sixteen)),
             Chain("text", "binsgdm", 64, start=10, refine=False),
-            *(Chain("text", "binsgdm", 4, (("beta", beta),), start=8, refine=False) for beta in (0.5, 0.9)),
         ],
         # the paper's rule
         "binsgdm": [
@@ -632,6 +631,7 @@ def studies() -> dict[str, list[Chain]]:
         # BinSGDM with a shorter memory of magnitudes, and with that losing what signs cannot say
         "overflow": [
             Chain("text", "binsgdm", 4, SHORTER, start=8, refine=False),
+            Chain("text", "binsgdm", 64, SHORTER, start=10, refine=False, seeds=(0, 1)),
             digits("binsgdm", 16, options=SHORTER, start=9, seeds=SEEDS, search=SEEDS),
             Chain("text", "binsgdm", 4, DROPPED, start=8, refine=False, also=(two, four, sixteen)),
             Chain("text", "binsgdm", 64, DROPPED, start=10, refine=False),
