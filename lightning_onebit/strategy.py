@@ -45,7 +45,7 @@ from lightning_onebit.comm import (
     torn_down_last,
 )
 from lightning_onebit.optim import OnebitOptimizer, Phase
-from lightning_onebit.optim.base import TRAINABLE_DTYPES
+from lightning_onebit.optim.arena import TRAINABLE_DTYPES
 from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers
 from lightning_onebit.optim.options import check_integer
 from lightning_onebit.registry import Algorithm, check_options, find_algorithm, register

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
-from lightning_onebit.optim.base import Phase
+from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_integer
 

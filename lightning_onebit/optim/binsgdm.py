@@ -14,7 +14,8 @@ from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, DrawKey, draw_hash, draw_key, uniform
 from lightning_onebit.kernels.reference import pack_bits, unpack_bits
-from lightning_onebit.optim.base import OnebitOptimizer, Phase
+from lightning_onebit.optim.arena import Phase
+from lightning_onebit.optim.base import OnebitOptimizer
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
 
 log = logging.getLogger("lightning_onebit")

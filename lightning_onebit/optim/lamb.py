@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
-from lightning_onebit.optim.base import Phase
+from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_flag, check_number
 from lightning_onebit.optim.rules import dense_lamb_

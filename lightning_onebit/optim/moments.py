@@ -10,7 +10,8 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.kernels import Packed
-from lightning_onebit.optim.base import Coefficients, OnebitOptimizer, Phase
+from lightning_onebit.optim.arena import Coefficients, Phase
+from lightning_onebit.optim.base import OnebitOptimizer
 from lightning_onebit.optim.options import CommonOptions, check_flag, check_integer, check_number
 from lightning_onebit.optim.rules import (
     dense_adamw_,

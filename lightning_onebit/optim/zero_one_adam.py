@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
-from lightning_onebit.optim.base import Coefficients, Phase
+from lightning_onebit.optim.arena import Coefficients, Phase
 from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy, make_sync_policy

@@ -1,0 +1,609 @@
+"""What an optimizer keeps: parameters dealt to blocks and buckets, flat arenas of state, the connection to the other ranks.
+
+No algorithm and no step lives here; ``base`` adds the step that all share, ``state`` the checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import timedelta
+from enum import Enum
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.comm import (
+    Bucket,
+    ByteLedger,
+    Exchange,
+    Plan,
+    Reducer,
+    Topology,
+    Transport,
+    handshake,
+    is_dense,
+    memory_order,
+    plan_buckets,
+)
+from lightning_onebit.kernels import BoundSpans, Packed, get_backend
+from lightning_onebit.kernels.transfer import upload
+from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number
+
+# lanes of the dense reducer: parameters in the block plan, and those of compress=False groups
+PLAN_LANE, DENSE_LANE = 0, 1
+TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Phase(str, Enum):
+    """Where an optimizer is in its schedule.
+
+    WARMUP: the second moments learn, from densely averaged gradients (0/1 Adam: with one-bit rounds in between).
+    COMPRESSED: one-bit exchanges.
+    LOCAL: local steps with a one-bit synchronisation now and then (0/1 Adam after its variance freeze).
+    """
+
+    WARMUP = "warmup"
+    COMPRESSED = "compressed"
+    LOCAL = "local"
+
+
+class Coefficients(NamedTuple):
+    """What a worker puts into the exchange of a bucket: ``c = a*m + (b*g)*r``.
+
+    a, b: fp32 factors per block; m may be missing, and so may r (fp32 flat), which then counts as 1.
+    """
+
+    a: Tensor | None
+    m: Tensor | Packed | None
+    b: Tensor
+    r: Tensor | None = None
+
+
+class Lookups:
+    """What a step looks up once, by bucket: spans of weights and gradients, both sides of the exchange, tables of numbers."""
+
+    def __init__(self) -> None:
+        self.weights: dict[int, BoundSpans] = {}
+        self.grads: dict[int, BoundSpans] = {}
+        self.worker: dict[int, tuple[Coefficients, Tensor]] = {}
+        self.server: dict[int, tuple[Tensor, Tensor]] = {}
+        self.tables: dict[str, Sequence[Tensor]] = {}
+        self.kinds: list[tuple[int, int]] = []  # group and step count of each slot
+
+
+class ArenaOptimizer(torch.optim.Optimizer):
+    """Parameters, their state in flat arenas, and the ranks that train together.
+
+    State that torch would keep in ``optimizer.state`` lives in flat arenas outside it, because torch casts everything
+    there to the parameter's dtype on load and Lightning moves its tensors one by one.
+    """
+
+    algorithm: ClassVar[str]
+
+    def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
+        self.options = options
+        # options of the algorithm that hold for all groups
+        self.settings = settings
+        self._plan: Plan | None = None
+        self._phase = Phase.WARMUP
+        self._steps = 0
+        self._skipped = 0
+        self._skips_in_a_row = 0
+        super().__init__(params, {**defaults, "compress": True})
+        self.ledger = ByteLedger()
+        self._topology: Topology | None = None
+        self._transport: Transport | None = None
+        self._exchange: Exchange | None = None
+        self._reducer: Reducer | None = None
+        self._reduced_at: dict[int, int] = {}
+        self._names: Mapping[Tensor, str] = {}
+        self._timeout = timedelta(seconds=options.timeout)
+        self._overlap_dense = True
+        # by parameter index (order of param_groups)
+        self._params: list[torch.nn.Parameter] = []
+        self._group_of: list[int] = []
+        self._t: list[int] = []
+        self._masters: dict[int, Tensor] = {}
+        self._dense_state: dict[int, dict[str, Tensor]] = {}
+        # parameters in the block plan ("slots" are positions in this list) and those averaged densely for ever
+        self._slots: list[int] = []
+        self._slot_of: dict[int, int] = {}
+        self._dense: list[int] = []
+        self._wire_bytes = 0
+        self._laid_out_for = (0, 0)
+        self._flat: dict[str, Tensor] = {}
+        self._momentum: list[Tensor | Packed] = []
+        self._worker_residual: Tensor | None = None
+        self._server_residual: Tensor | None = None
+        # by parameter index: whether it takes part in the running step
+        self._active: list[bool] = []
+        # by bucket: the addresses of its weights and the views that were made of them
+        self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
+        self._lookups = Lookups()
+
+    # ----- what users see ---------------------------------------------------------------------------------------------
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there is anything to compress for: more than one rank, or ``force_compression=True``."""
+        return self._ranks().size > 1 or self.options.force_compression
+
+    @property
+    def topology(self) -> Topology:
+        """The ranks that exchange, and their nodes if the exchange is hierarchical."""
+        return self._ranks()
+
+    @property
+    def phase(self) -> Phase:
+        """Current phase."""
+        return self._phase
+
+    @property
+    def steps(self) -> int:
+        """Real steps taken (a skipped step does not count)."""
+        return self._steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps skipped because some rank's gradient was not finite."""
+        return self._skipped
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; ``compress=False`` in it keeps its parameters densely averaged for ever.
+
+        Raises:
+            RuntimeError: a compressed group is added after the freeze (its second moments could no longer be learned).
+            TypeError: complex, sparse or non-floating parameters.
+            ValueError: options out of range, parameters on several devices.
+        """
+        if self._plan is not None and not self._takes_new_parameters() and param_group.get("compress", True):
+            raise RuntimeError(
+                f"add_param_group() in phase {self._phase.value!r}: second moments of new parameters can no longer be learned; add the "
+                "group before the freeze, or with compress=False"
+            )
+        super().add_param_group(param_group)
+        try:
+            group = self.param_groups[-1]
+            self._check_group(group)
+            self._check_parameters(group["params"])
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
+        if self._plan is not None:
+            self._build()
+
+    # ----- what an algorithm says about its state ----------------------------------------------------------------------
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Validates the options of a parameter group."""
+        check_number("lr", group["lr"], least=0)
+        check_number("weight_decay", group["weight_decay"], least=0)
+        check_flag("compress", group["compress"])
+        if "betas" in group:
+            check_betas(group["betas"])
+        if "eps" in group:
+            check_number("eps", group["eps"], least=0)
+
+    def _arenas(self) -> tuple[str, ...]:
+        """State per element that the algorithm needs from the start."""
+        return ("m", "v")
+
+    def _takes_new_parameters(self) -> bool:
+        """Whether parameters may still join the block plan: their second moments must be learned before the freeze."""
+        return self._phase is Phase.WARMUP
+
+    def _may_be_dense(self) -> bool:
+        """Whether this or a later step may average the plan's gradients densely."""
+        return self._phase is Phase.WARMUP
+
+    def _to_exchanged(self, m: Tensor, start: int = 0) -> None:
+        """From the momentum to what buckets hold and exchange, in place; ``m`` begins at element ``start`` of all blocks."""
+
+    def _from_exchanged(self, m: Tensor, start: int = 0) -> None:
+        """The inverse of ``_to_exchanged``, to rounding."""
+
+    # ----- parameters --------------------------------------------------------------------------------------------------
+
+    def _ranks(self) -> Topology:
+        if self._topology is None:
+            self._topology = Topology.create(self.options.process_group)
+        return self._topology
+
+    @property
+    def _device(self) -> torch.device:
+        return self.param_groups[0]["params"][0].device
+
+    def _known(self) -> list[int]:
+        return sorted((*self._slots, *self._dense))
+
+    def _by_group(self, indices: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+        members: dict[int, list[int]] = {}
+        for i in indices:
+            members.setdefault(self._group_of[i], []).append(i)
+        yield from members.items()
+
+    def name_of(self, index: int) -> str:
+        """Name of a parameter for messages."""
+        param = self._params[index]
+        return self._names.get(param) or f"parameter {index}"
+
+    def _group(self, index: int) -> dict[str, Any]:
+        """Parameter group of a parameter."""
+        return self.param_groups[self._group_of[index]]
+
+    def _grad(self, index: int) -> Tensor:
+        """Gradient of a parameter that has one, or zeros where only other ranks have one."""
+        p = self._params[index]
+        return torch.zeros_like(p) if p.grad is None else p.grad
+
+    def _weight(self, index: int) -> Tensor:
+        """fp32 weights of a parameter: itself, or its master copy when it is a 16-bit tensor."""
+        return self._masters.get(index, self._params[index].data)
+
+    def _publish(self, indices: Sequence[int]) -> None:
+        """Writes master weights back into 16-bit parameters."""
+        pairs = [(self._params[i], self._masters[i]) for i in indices if i in self._masters]
+        if pairs:
+            torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
+
+    def _check_parameters(self, params: Sequence[Tensor]) -> None:
+        first = self.param_groups[0]["params"][0]
+        for p in params:
+            shape = tuple(p.shape)
+            if p.is_sparse or p.layout is not torch.strided:
+                raise TypeError(
+                    f"a parameter of shape {shape} is sparse; {type(self).__name__} trains dense tensors only"
+                )
+            if p.dtype not in TRAINABLE_DTYPES:
+                raise TypeError(
+                    f"a parameter of shape {shape} has dtype {p.dtype}; {type(self).__name__} trains float32, bfloat16 "
+                    "and float16 (complex and float64 parameters belong to another optimizer)"
+                )
+            if p.device != first.device:
+                raise ValueError(f"parameters on {first.device} and {p.device}; give each device its own optimizer")
+            if not is_dense(p):
+                raise ValueError(
+                    f"a parameter of shape {shape} has strides {p.stride()} with gaps or overlaps; make it contiguous"
+                )
+
+    def _refuse_sparse_gradients(self) -> None:
+        for i in self._known():
+            grad = self._params[i].grad
+            if grad is not None and grad.layout is not torch.strided:
+                raise TypeError(
+                    f"{self.name_of(i)} has a sparse gradient; {type(self).__name__} trains dense gradients only (build the layer with "
+                    "sparse=False)"
+                )
+
+    def _check_parameter_list(self) -> None:
+        """State is laid out for the parameters there were: groups that were edited by hand would silently not be trained."""
+        listed = [p for group in self.param_groups for p in group["params"]]
+        if len(listed) != len(self._params) or any(
+            p is not known for p, known in zip(listed, self._params, strict=True)
+        ):
+            raise RuntimeError(
+                f"the parameters in {type(self).__name__}.param_groups are not those of the last step ({len(listed)} now, "
+                f"{len(self._params)} then); add parameters with add_param_group(), and make a new optimizer to remove or replace some"
+            )
+
+    # ----- plan and connection -----------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        """Plans and connects on first use, and again when a parameter becomes trainable."""
+        if self._plan is None:
+            self._build()
+            return
+        self._check_parameter_list()
+        known = set(self._slots) | set(self._dense)
+        fresh = [i for i, p in enumerate(self._params) if p.requires_grad and i not in known]
+        if fresh:
+            late = [i for i in fresh if self.param_groups[self._group_of[i]]["compress"]]
+            if late and not self._takes_new_parameters():
+                raise RuntimeError(
+                    f"{self.name_of(late[0])} became trainable in phase {self._phase.value!r}: its second moments can no longer "
+                    "be learned; unfreeze it before the freeze, or put it into a group with compress=False"
+                )
+            self._build()
+        elif self._transport is None:
+            self._reconnect()
+
+    def _reconnect(self) -> None:
+        """Connects; where nothing but the connection is new, state that differs by rank stays exactly as it is."""
+        ranks = self._ranks()
+        moved = any(bucket.device != self._device for bucket in self._buckets())
+        if moved or self._laid_out_for != (ranks.size, ranks.ranks_per_node):
+            self._build()
+            return
+        self._connect()
+        self._renew_reducer()
+
+    def _build(self, *, connect: bool = True) -> None:
+        """Lays out parameters and arenas, keeping state there is, and agrees on the plan with the other ranks.
+
+        Args:
+            connect: False leaves the handshake to the first step (loading a checkpoint is no collective).
+        """
+        kept = {id(self._params[i]): self._state_of(i) for i in self._known()} if self._plan is not None else {}
+        self._index()
+        if self._takes_new_parameters() or self._plan is None:
+            self._layout(kept)
+        elif self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
+            self.load_state_dict(self.state_dict())  # connected to another world since: cut everything anew
+        else:
+            self._layout_dense(kept)
+        if connect:
+            self._connect()
+        if self._transport is not None:
+            self._renew_reducer()
+
+    def _index(self) -> None:
+        """Numbers the parameters and deals them to the plan (``_slots``) and to dense averaging (``_dense``)."""
+        known = {id(self._params[i]) for i in self._known()}
+        counts = {id(p): t for p, t in zip(self._params, self._t, strict=True)}
+        self._params = [p for group in self.param_groups for p in group["params"]]
+        self._group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._t = [counts.get(id(p), 0) for p in self._params]
+        trainable = [i for i, p in enumerate(self._params) if p.requires_grad or id(p) in known]
+        self._slots = [i for i in trainable if self.param_groups[self._group_of[i]]["compress"]]
+        self._slot_of = {i: slot for slot, i in enumerate(self._slots)}
+        self._dense = [i for i in trainable if not self.param_groups[self._group_of[i]]["compress"]]
+        self._wire_bytes = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
+        self._bound = {}
+
+    def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        ranks = self._ranks()
+        self._laid_out_for = (ranks.size, ranks.ranks_per_node)
+        self._kernels = get_backend(self.options.kernels, self._device)
+        self._plan = plan_buckets(
+            [self._params[i].numel() for i in self._slots],
+            block_size=self.options.block_size,
+            world_size=ranks.size,
+            bucket_elements=int(self.options.bucket_mb * 2**20 / 4),
+            device=self._device,
+        )
+        self._flat = {name: torch.zeros(self._plan.elements, device=self._device) for name in self._arenas()}
+        self._layout_dense(kept)
+
+    def _layout_dense(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        """State that is kept by parameter: moments of dense groups and master weights; then all state there was."""
+        names = self._arenas()
+        self._dense_state = {
+            i: {name: torch.zeros_like(self._params[i], dtype=torch.float32) for name in names} for i in self._dense
+        }
+        self._masters = {
+            i: kept.get(id(self._params[i]), {}).get("master", self._params[i].detach().float())
+            for i in (*self._slots, *self._dense)
+            if self._params[i].dtype != torch.float32
+        }
+        for i in (*self._slots, *self._dense):
+            for name, value in kept.get(id(self._params[i]), {}).items():
+                if name in names:
+                    self._moment(name, i).copy_(value)
+
+    def _state_of(self, index: int) -> dict[str, Tensor]:
+        names = self._flat if self._takes_new_parameters() else self._dense_state.get(index, {})
+        state = {name: self._moment(name, index).clone() for name in names}
+        if index in self._masters:
+            state["master"] = self._masters[index]
+        return state
+
+    def _connect(self) -> None:
+        ranks = self._ranks()
+        self._transport = Transport(ranks, self.ledger, self._timeout, self.algorithm)
+        self._transport.step = self._steps + 1
+        self._exchange = Exchange(self._transport)
+        if ranks.size > 1:
+            # on an account of its own: it belongs to no step, and a run that is resumed makes one more
+            lobby = Transport(ranks, ByteLedger(), self._timeout, self.algorithm)
+            lobby.step = self._transport.step
+            handshake(lobby, self.plan_description(), self._device, "training plan")
+
+    def _renew_reducer(self) -> None:
+        if self._reducer is not None:
+            self._reducer.close()
+            self._reducer = None
+        indices = self._known() if self._may_be_dense() else list(self._dense)
+        self._reduced_at = {i: k for k, i in enumerate(indices)}
+        # not connected while a checkpoint is loaded: the first step connects and comes back here
+        if self._transport is not None and self._ranks().size > 1 and indices:
+            self._reducer = Reducer(
+                [self._params[i] for i in indices],
+                self._transport,
+                int(self.options.bucket_mb * 2**20),
+                overlap=self._overlap_dense,
+                lanes=[PLAN_LANE if i in self._slot_of else DENSE_LANE for i in indices],
+            )
+
+    def plan_description(self) -> list[str]:
+        """The plan in words, one fact per line: what all ranks must agree on (options, phase, groups, layout of the parameters)."""
+        ranks = self._ranks()
+        lines = [f"algorithm {self.algorithm}", f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node"]
+        options = {k: v for k, v in vars(self.options).items() if k not in ("process_group", "kernels", "timeout")}
+        lines += [f"option {name}={value}" for name, value in options.items()]
+        lines += [f"option {name}={value}" for name, value in self.settings.items()]
+        lines.append(f"phase {self._phase.value} after {self._steps} steps")
+        for g, group in enumerate(self.param_groups):
+            facts = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names"))
+            lines.append(f"group {g}: {len(group['params'])} parameters, {facts}")
+        for i in self._known():
+            p = self._params[i]
+            lines.append(
+                f"{self.name_of(i)}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, group {self._group_of[i]}"
+            )
+        return lines
+
+    # ----- arenas ------------------------------------------------------------------------------------------------------
+
+    def _known_plan(self) -> Plan:
+        assert self._plan is not None
+        return self._plan
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        return self._known_plan().buckets
+
+    def _moment(self, name: str, index: int) -> Tensor:
+        """State of a parameter with its shape and strides; a view of an arena for compressed groups."""
+        if index in self._dense_state:
+            return self._dense_state[index][name]
+        return self._known_plan().view(self._flat[name], self._slot_of[index], self._params[index])
+
+    def _part(self, flat: Tensor, slot: int) -> Tensor:
+        """A parameter's 1-D part, in memory order, of a flat over all blocks."""
+        start = self._known_plan().starts[slot]
+        return flat[start : start + self._params[self._slots[slot]].numel()]
+
+    def _allocate_residuals(self) -> None:
+        ranks, elements = self._ranks(), self._known_plan().elements
+        if self._worker_residual is None:
+            dtype = getattr(torch, self.options.residual_dtype)
+            self._worker_residual = torch.zeros(elements // ranks.ranks_per_node, dtype=dtype, device=self._device)
+            self._server_residual = torch.zeros(elements // ranks.size, dtype=dtype, device=self._device)
+
+    def _residual_of(self, bucket: Bucket) -> Tensor:
+        assert self._worker_residual is not None
+        share = self._ranks().ranks_per_node
+        start = bucket.first_block * bucket.block_size // share
+        return self._worker_residual[start : start + bucket.elements // share]
+
+    def _server_residual_of(self, bucket: Bucket) -> Tensor:
+        assert self._server_residual is not None
+        share = self._ranks().size
+        start = bucket.first_block * bucket.block_size // share
+        return self._server_residual[start : start + bucket.elements // share]
+
+    def _shard_blocks(self, bucket: Bucket) -> tuple[int, int]:
+        ranks = self._ranks()
+        count = bucket.blocks // ranks.ranks_per_node
+        return ranks.local_rank * count, (ranks.local_rank + 1) * count
+
+    def _payload(self, bucket: Bucket, rows: int) -> Packed:
+        count = bucket.blocks // self._ranks().size
+        width = Packed.row_bytes(count, bucket.block_size)
+        return Packed(torch.empty((rows, width), dtype=torch.uint8, device=self._device), count, bucket.block_size)
+
+    # ----- the momentum: one arena, or by bucket, where bits replace it ------------------------------------------------
+
+    def _hold_momentum_by_bucket(self) -> None:
+        """Hands the momentum arena over to the buckets, each of which replaces its part by bits after its exchange."""
+        m = self._flat.pop("m", None)
+        if m is not None:
+            self._to_exchanged(m)
+            self._momentum = [bucket.slice(m) for bucket in self._buckets()]
+
+    def _hold_momentum_flat(self) -> None:
+        """Takes the momentum back into an fp32 arena."""
+        if "m" not in self._flat:
+            self._flat["m"] = self._momentum_flat()
+            self._momentum = []
+
+    def _momentum_of(self, bucket: Bucket, lo: int, hi: int) -> Tensor | Packed:
+        """The held momentum of blocks ``[lo, hi)``."""
+        held = self._momentum[bucket.index]
+        if isinstance(held, Packed):
+            return held.narrow(lo // held.blocks_per_row, (hi - lo) // held.blocks_per_row)
+        return held[lo * bucket.block_size : hi * bucket.block_size]
+
+    def _held_momentum(self, bucket: Bucket) -> Tensor | Packed:
+        """The momentum of a bucket as it travels."""
+        return bucket.slice(self._flat["m"]) if "m" in self._flat else self._momentum[bucket.index]
+
+    def _momentum_flat(self) -> Tensor:
+        """The momentum as an fp32 flat over all blocks."""
+        if "m" in self._flat:
+            return self._flat["m"]
+        flat = self._exchanged_flat()
+        self._from_exchanged(flat)
+        return flat
+
+    def _exchanged_flat(self) -> Tensor:
+        """What buckets hold as momentum, as an fp32 flat over all blocks."""
+        flat = torch.zeros(self._known_plan().elements, device=self._device)
+        for bucket, held in zip(self._buckets(), self._momentum, strict=True):
+            if isinstance(held, Packed):
+                self._kernels.unpack(held, bucket.lengths, bucket.slice(flat))
+            else:
+                bucket.slice(flat).copy_(held)
+        return flat
+
+    # ----- what kernels are given --------------------------------------------------------------------------------------
+
+    def _bind_grads(self, bucket: Bucket) -> BoundSpans:
+        """Gradients by span; looked up once in a step."""
+        known = self._lookups.grads.get(bucket.index)
+        if known is not None:
+            return known
+
+        def gradient(slot: int) -> Tensor | None:
+            p = self._params[self._slots[slot]]
+            grad = p.grad
+            if grad is None:
+                return None
+            if grad.is_contiguous() and p.is_contiguous():
+                return grad.view(-1)
+            if grad.stride() != p.stride() and p.numel() > 1:
+                grad = torch.empty_like(p).copy_(grad)  # autograd may hand over another memory order
+            return memory_order(grad)
+
+        spans = self._lookups.grads[bucket.index] = BoundSpans(bucket.bind(gradient))
+        return spans
+
+    def _bind_weights(self, bucket: Bucket) -> BoundSpans:
+        """Weights by span; the very list of the step before where they lie as they lay, with what backends have made of it."""
+        spans = self._lookups.weights.get(bucket.index)
+        if spans is not None:
+            return spans
+        indices = [self._slots[slot] for slot in bucket.members]
+        where = [self._weight(i).data_ptr() if self._active[i] else 0 for i in indices]
+        known = self._bound.get(bucket.index)
+        if known is None or known[0] != where:
+
+            def weight(slot: int) -> Tensor | None:
+                i = self._slots[slot]
+                return memory_order(self._weight(i)) if self._active[i] else None
+
+            known = self._bound[bucket.index] = (where, BoundSpans(bucket.bind(weight)))
+        self._lookups.weights[bucket.index] = known[1]
+        return known[1]
+
+    def _by_block(self, name: str, bucket: Bucket, *values_of: Callable[[int], float], alike: bool = False) -> Tensor:
+        """fp32 ``(blocks,)`` from one value per parameter (given its index), or ``(values, blocks)`` from several.
+
+        Made for all buckets at the first call of a step (or of ``_count``) with this ``name``. ``alike`` promises that the values
+        depend on a parameter's group and step count alone: they are asked for once for each.
+        """
+        tables = self._lookups.tables.get(name)
+        if tables is None:
+            tables = self._lookups.tables[name] = self._tables(values_of, alike)
+        return tables[bucket.index]
+
+    def _tables(self, values_of: Sequence[Callable[[int], float]], alike: bool) -> Sequence[Tensor]:
+        plan = self._known_plan()
+        kinds: Sequence[Any] = self._slots
+        if alike:
+            kinds = self._lookups.kinds = self._lookups.kinds or [(self._group_of[i], self._t[i]) for i in self._slots]
+        examples = dict(zip(kinds, self._slots, strict=True))
+        rows = []
+        for value_of in values_of:
+            values = {kind: value_of(i) for kind, i in examples.items()}
+            distinct = set(values.values())
+            if len(distinct) == 1:
+                rows.append(torch.full((plan.blocks,), distinct.pop(), dtype=torch.float32, device=self._device))
+            else:
+                by_slot = upload([values[kind] for kind in kinds], self._device, torch.float32)
+                rows.append(by_slot[plan.block_param])
+        counts = [bucket.blocks for bucket in plan.buckets]
+        if len(rows) == 1:
+            return rows[0].split(counts)
+        return [table.contiguous() for table in torch.stack(rows).split(counts, dim=1)]
+
+    def _decay(self, index: int) -> float:
+        """``1 - lr*wd`` of a parameter."""
+        group = self._group(index)
+        return float(1.0 - group["lr"] * group["weight_decay"])
+
+    def _count(self, indices: Iterable[int]) -> None:
+        """Counts a step of some parameters; what has been looked up may depend on their number."""
+        for i in indices:
+            self._t[i] += 1
+        self._lookups = Lookups()

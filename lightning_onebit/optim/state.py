@@ -1,0 +1,205 @@
+"""Checkpoints: what of an optimizer's state is saved, in which layout, and how it is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.optim.arena import ArenaOptimizer, Phase
+
+STATE_VERSION = 1
+# options that torch.optim.Adam(W) keeps in its groups and that mean nothing here
+_TORCH_ADAM_OPTIONS = {
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
+
+
+class StatefulOptimizer(ArenaOptimizer):
+    """``state_dict()`` makes per-parameter copies of the arenas; what differs by rank is in ``residual_state_dict()``."""
+
+    # whether the state of torch.optim.Adam(W) is a valid start
+    _reads_plain_adam: ClassVar[bool] = True
+    # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
+    _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
+
+    @torch.no_grad()
+    def state_dict(self) -> dict[str, Any]:
+        """Replicated state in the layout of ``torch.optim.AdamW`` (which can load it), plus one key ``"onebit"``.
+
+        Per parameter: ``step`` (fp32, 0-d), ``exp_avg``, ``exp_avg_sq`` (fp32, shape of the parameter), and where they
+        exist ``master`` (fp32 weights of a 16-bit parameter) and arenas of the algorithm. Residuals differ by rank and
+        are not in it (see ``residual_state_dict``).
+        """
+        packed = super().state_dict()
+        if self._plan is None:
+            packed["onebit"] = self._books()
+            return packed
+        per_param: dict[int, dict[str, Tensor]] = {i: {} for i in self._known()}
+        for name, values in self._saved_arenas():
+            for slot, i in enumerate(self._slots):
+                view = self._plan.view(values, slot, self._params[i])
+                per_param[i][name] = torch.empty_like(view).copy_(view)
+            del values
+        for i in self._dense:
+            for key, name in self._replicated.items():
+                if name in self._dense_state[i]:
+                    per_param[i][key] = self._dense_state[i][name].clone()
+        for i in self._known():
+            per_param[i]["step"] = torch.tensor(float(self._t[i]))
+            if i in self._masters:
+                per_param[i]["master"] = self._shared_master(i).clone()
+        packed["state"] = {i: per_param[i] for i in sorted(per_param) if self._t[i] > 0}
+        packed["onebit"] = self._books()
+        return packed
+
+    def _shared_master(self, index: int) -> Tensor:
+        """fp32 master weights that all ranks share."""
+        return self._masters[index]
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other local state.
+
+        The tensors are the optimizer's own, not copies.
+        """
+        return {**self._rank_layout(), "tensors": self._rank_state()}
+
+    def _rank_layout(self) -> dict[str, Any]:
+        ranks = self._ranks()
+        # what the state is cut for, which outlives the connection
+        size, ranks_per_node = self._laid_out_for if self._plan is not None else (ranks.size, ranks.ranks_per_node)
+        return {
+            "version": STATE_VERSION,
+            "algorithm": self.algorithm,
+            "steps": self._steps,
+            "world_size": size,
+            "ranks_per_node": ranks_per_node,
+            "rank": ranks.rank,
+            "block_size": self.options.block_size,
+            "numels": [self._params[i].numel() for i in self._slots],
+            "bucket_blocks": [bucket.blocks for bucket in self._plan.buckets] if self._plan is not None else [],
+        }
+
+    @torch.no_grad()
+    def load_residual_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from this rank's ``residual_state_dict()``; call it after ``load_state_dict``.
+
+        Raises:
+            ValueError: the state was written for another layout (world, node size, blocks or parameters); the message
+                names it.
+        """
+        mine = self._rank_layout()
+        keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "preconditioned"]
+        if state["tensors"]:  # before its first step an optimizer has no blocks, and nothing to load
+            keys += ["numels", "bucket_blocks"]
+        for key in keys:
+            theirs, ours = state.get(key, False), mine.get(key, False)
+            if theirs != ours:
+                raise ValueError(
+                    f"residual state has {key}={theirs!r}, this run has {ours!r}; residuals cannot be loaded as they are"
+                    + (f": continue with {key}={theirs!r}" if key in ("block_size", "preconditioned") else "")
+                )
+        self._load_rank_state(state["tensors"])
+
+    def _rank_state(self) -> dict[str, Tensor]:
+        """Tensors that differ by rank."""
+        if self._worker_residual is None or self._server_residual is None:
+            return {}
+        return {"worker_residual": self._worker_residual, "server_residual": self._server_residual}
+
+    def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
+        """Takes ``_rank_state()`` back."""
+        if "worker_residual" in tensors:
+            self._allocate_residuals()
+            assert self._worker_residual is not None and self._server_residual is not None
+            self._worker_residual.copy_(tensors["worker_residual"])
+            self._server_residual.copy_(tensors["server_residual"])
+
+    def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:
+        """(checkpoint name, flat values) of replicated arenas, one at a time so that only one temporary exists."""
+        yield "exp_avg", self._momentum_flat()
+        for key, name in self._replicated.items():
+            if key != "exp_avg" and name in self._flat:
+                yield key, self._flat[name]
+
+    def _books(self) -> dict[str, Any]:
+        return {
+            "version": STATE_VERSION,
+            "algorithm": self.algorithm,
+            "phase": self._phase.value,
+            "steps": self._steps,
+            "skipped": self._skipped,
+            "skips_in_a_row": self._skips_in_a_row,
+            "ledger": self.ledger.as_dict(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads ``state_dict()``, or the state of a plain ``torch.optim.Adam`` / ``AdamW``.
+
+        The latter continues in the warm-up. Residuals start from zero unless ``load_residual_state_dict`` follows.
+
+        Raises:
+            ValueError: groups do not match, another algorithm's state, or a newer version of the format.
+        """
+        books = state_dict.get("onebit")
+        if books is None and not self._reads_plain_adam:
+            raise ValueError(
+                f"{type(self).__name__} cannot continue from the state of a plain optimizer; load the weights only"
+            )
+        if books is not None:
+            if books["version"] > STATE_VERSION:
+                raise ValueError(
+                    f"optimizer state of format {books['version']}, newer than this release reads ({STATE_VERSION}); upgrade"
+                )
+            if books["algorithm"] != self.algorithm:
+                raise ValueError(
+                    f"optimizer state of {books['algorithm']!r} cannot be loaded into {self.algorithm!r}; "
+                    "keep the algorithm, or load the weights only"
+                )
+        ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
+        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        for group, mine in zip(self.param_groups, ours, strict=True):
+            for key in _TORCH_ADAM_OPTIONS & set(group):
+                del group[key]
+            for key, value in mine.items():
+                group.setdefault(key, value)
+            self._check_group(group)
+        self._phase = Phase.WARMUP
+        self._momentum, self._flat, self._plan = [], {}, None
+        self._worker_residual = self._server_residual = None
+        self._t = [0] * len(self._params)
+        self._build(connect=False)
+        order = [i for g in state_dict["param_groups"] for i in g["params"]]
+        saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
+        steps = [int(s["step"]) for s in saved.values()]
+        self._steps = books["steps"] if books else max(steps, default=0)
+        self._skipped = books["skipped"] if books else 0
+        self._skips_in_a_row = books.get("skips_in_a_row", 0) if books else 0
+        if books:
+            self.ledger.load_dict(books["ledger"])
+        for i, state in saved.items():
+            self._t[i] = int(state["step"])
+            if i in self._masters and "master" in state:
+                self._masters[i].copy_(state["master"])
+        for i, state in saved.items():
+            for key, name in self._replicated.items():
+                if key in state and (
+                    name in self._dense_state.get(i, {}) or (i in self._slot_of and name in self._flat)
+                ):
+                    self._moment(name, i).copy_(state[key])
+        self._load_phase(Phase(books["phase"]) if books else Phase.WARMUP, books or {}, saved)
+        if self._transport is not None:
+            self._transport.step = self._steps + 1
+
+    def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
+        """Puts the optimizer into the phase of a checkpoint, after m and v are in their arenas."""
+        raise AssertionError("abstract")
