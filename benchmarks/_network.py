@@ -6,11 +6,14 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 SUBNET = "10.77.0"
 PORT = 29511
@@ -24,7 +27,8 @@ def _run(*command: str, check: bool = True) -> None:
 class SlowNetwork:
     """Context manager: ``hosts`` namespaces on one switch, every link shaped to ``megabits`` per second in both directions.
 
-    Everything is torn down on exit, also after an error or an interrupt, and leftovers of a killed run are removed on entry.
+    Everything is torn down on exit, also after an error, an interrupt or SIGTERM (in the main thread, where handlers can be set), and
+    leftovers of a killed run are removed on entry.
 
     Attributes:
         hosts: number of namespaces.
@@ -38,6 +42,7 @@ class SlowNetwork:
     prefix: str = "onebit"
     congestion: str = "cubic"
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    _handler: Any = None
 
     @staticmethod
     def requirement() -> str | None:
@@ -61,6 +66,9 @@ class SlowNetwork:
         if reason := self.requirement():
             raise RuntimeError(reason)
         self._tear_down()
+        if threading.current_thread() is threading.main_thread():
+            # by default SIGTERM ends a program without leaving its contexts
+            self._handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
         try:
             self._set_up()
         except BaseException:
@@ -157,6 +165,9 @@ class SlowNetwork:
         for host in range(max(self.hosts, 16)):
             _run("ip", "netns", "del", self.namespace(host), check=False)
         _run("ip", "netns", "del", f"{self.prefix}-switch", check=False)
+        if self._handler is not None:
+            signal.signal(signal.SIGTERM, self._handler)
+            self._handler = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
