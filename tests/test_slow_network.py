@@ -26,7 +26,7 @@ from _network import SlowNetwork
 
 with SlowNetwork(2, 100, prefix={PREFIX!r}) as network:
     print("up", flush=True)
-    network.launch([sys.executable, "-c", "import time; time.sleep(60)"], {{}}, 60, Path(sys.argv[1]))
+    network.launch([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]], {{}}, 60, Path(sys.argv[1]))
 """
 
 
@@ -55,4 +55,4 @@ def test_a_run_that_is_ended_leaves_no_network_and_no_hosts(number: signal.Signa
         status = process.wait(30)
     assert status == (128 + number if number == signal.SIGTERM else -number)
     assert namespaces() == []
-    assert not any(b"time.sleep(60)" in commands(p) for p in Path("/proc").glob("[0-9]*/cmdline"))
+    assert not any(str(tmp_path).encode() in commands(p) for p in Path("/proc").glob("[0-9]*/cmdline"))
