@@ -444,19 +444,27 @@ def test_a_single_process_steps_by_m_over_c_itself(phi: float, overflow: str) ->
     assert optimizer.next_step_is_dense and optimizer.ledger.total.bytes_sent == 0
 
 
-def test_magnitudes_are_remembered_thirty_times_as_long_unless_told_otherwise() -> None:
-    def final(**options: float) -> list[torch.Tensor]:
-        made = Problem(6, {"lr": 0.01, "beta": 0.8, **options}, shapes=SMALL, algorithm="binsgdm")
-        params = made.parameters()
-        optimizer = made.build(params)
-        for t in range(6):
-            made.put(params, t, 0)
-            optimizer.step()
-        return [p.detach() for p in params]
+def final(**options: Any) -> list[torch.Tensor]:
+    made = Problem(6, {"lr": 0.01, "beta": 0.8, **options}, shapes=SMALL, algorithm="binsgdm")
+    params = made.parameters()
+    optimizer = made.build(params)
+    for t in range(6):
+        made.put(params, t, 0)
+        optimizer.step()
+    return [p.detach() for p in params]
 
+
+def test_magnitudes_are_remembered_thirty_times_as_long_unless_told_otherwise() -> None:
     assert equal(final(beta=0.7), final(beta=0.7, magnitude_beta=0.99)) and not equal(
         final(), final(magnitude_beta=0.8)
     )
+
+
+def test_what_signs_cannot_say_is_kept_by_default_wherever_that_has_an_effect() -> None:
+    assert equal(final(), final(overflow="keep")) and not equal(final(), final(overflow="drop"))
+    for betas in ({"beta": 0.8, "magnitude_beta": 0.8}, {"beta": 0.8, "magnitude_beta": 0.5}, {"beta": 0.0}):
+        assert equal(final(**betas), final(**betas, overflow="drop"))
+        assert all(p.isfinite().all() for p in final(**betas))
 
 
 def test_force_compression_draws_in_a_world_of_one() -> None:
@@ -522,7 +530,16 @@ def test_a_group_that_joins_moves_at_once_and_the_others_know_what_they_have_see
         ({"denominator_floor": -0.1}, ValueError, "denominator_floor=-0.1"),
         ({"denominator_floor": 1.5}, ValueError, "denominator_floor=1.5"),
         ({"overflow": "clip"}, ValueError, "overflow='clip' is unknown; choose one of 'keep', 'drop'"),
-        ({"beta": 0.0}, ValueError, "beta=0 keeps nothing .* give overflow='drop' too, or a beta above 0"),
+        (
+            {"beta": 0.0, "overflow": "keep"},
+            ValueError,
+            "overflow='keep' .* no effect with beta=0.0 and magnitude_beta=0.966667",
+        ),
+        (
+            {"beta": 0.9, "magnitude_beta": 0.9, "overflow": "keep"},
+            ValueError,
+            "no effect .*=0.9: leave overflow out, or choose 0 < beta",
+        ),
         ({"draws": "even"}, ValueError, "draws='even' is unknown; choose one of 'stratified', 'independent'"),
     ],
 )

@@ -68,7 +68,7 @@ class BinSGDM(OnebitOptimizer):
         overflow: ``"keep"``: a sign says at most 1, so where ``|m/c|`` is larger the rest stays in m and falls no faster than a
             does, until later signs have said it (``|m|`` is at most ``(1-beta)/(1-magnitude_beta)`` times a: 30 times by
             default); ``"drop"`` (the paper): it falls like the rest of m, so large gradients are lost, which a worker that sees
-            few examples has most.
+            few examples has most. None: ``"keep"`` in groups where it has an effect, ``0 < beta < magnitude_beta``.
         seed: seed of the draws, the same on every rank.
         block_size: elements per block of the wire format, a multiple of 32.
         max_grad_norm: see ``OnebitAdam``, like the options after it.
@@ -104,7 +104,7 @@ class BinSGDM(OnebitOptimizer):
         server: str = "feedback",
         denominator_floor: float = 1.0,
         draws: str = "stratified",
-        overflow: str = "keep",
+        overflow: str | None = None,
         seed: int = 0,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
@@ -117,7 +117,8 @@ class BinSGDM(OnebitOptimizer):
     ) -> None:
         check_choice("server", server, SERVERS)
         check_choice("draws", draws, DRAWS)
-        check_choice("overflow", overflow, OVERFLOWS)
+        if overflow is not None:
+            check_choice("overflow", overflow, OVERFLOWS)
         check_number("denominator_floor", denominator_floor, least=0, most=1)
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise TypeError(f"seed={seed!r} must be an integer, not {type(seed).__name__}")
@@ -179,7 +180,7 @@ class BinSGDM(OnebitOptimizer):
     def _overflow_share(self, index: int, ahead: int = 0) -> float:
         """How much more what a sign cannot say has to count now, to fall with a in the next step; ``ahead=1`` before it is counted."""
         group = self._group(index)
-        if self.settings["overflow"] == "drop":
+        if self.settings["overflow"] == "drop" or group["beta"] == 0:
             return 0.0
         after = max(1, self._t[index] + ahead) + 1
         return max(0.0, (1 - _share(_magnitude_beta(group), after)) / (1 - _share(group["beta"], after)) - 1)
@@ -321,12 +322,13 @@ class BinSGDM(OnebitOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_number("beta", group["beta"], least=0, below=1)
-        if group["beta"] == 0 and self.settings["overflow"] == "keep":
-            raise ValueError(
-                "beta=0 keeps nothing from step to step, and overflow='keep' keeps what signs cannot say: give overflow='drop' too, "
-                "or a beta above 0"
-            )
         check_number("magnitude_beta", group["magnitude_beta"], least=0, below=1, optional=True)
+        magnitude_beta = _magnitude_beta(group)
+        if self.settings["overflow"] == "keep" and not 0 < group["beta"] < magnitude_beta:
+            raise ValueError(
+                f"overflow='keep' keeps in m what signs cannot say until a has forgotten it, which has no effect with beta={group['beta']} "
+                f"and magnitude_beta={magnitude_beta:g}: leave overflow out, or choose 0 < beta < magnitude_beta"
+            )
 
     def _begin_exchange(self) -> None:
         self._drawn = {}
