@@ -15,6 +15,8 @@ import yaml
 from harness import run_ranks
 from lightning_support import enter
 
+from lightning_onebit.optim import OnebitOptimizer
+
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
@@ -147,6 +149,16 @@ def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
         assert (tmp_path / page).with_suffix(".html").exists(), page
     reference = (tmp_path / "api" / "optimizers.html").read_text()
     assert "decay of the first and second moment" in reference, "docstrings are not in the reference"
+    common = [cls for cls in OnebitOptimizer.__mro__ if cls.__module__.startswith("lightning_onebit")]
+    public = {
+        name
+        for cls in common
+        for name, value in vars(cls).items()
+        if name[0] != "_" and getattr(value, "__doc__", None)
+    }
+    assert {"step", "state_dict", "phase"} <= public
+    for name in public - {"algorithm", "local_steps"}:
+        assert f'id="lightning_onebit.optim.OnebitOptimizer.{name}"' in reference, name
     # images outside of docs/ are in the site, where the page looks for them
     page = (tmp_path / "convergence.html").read_text()
     images = re.findall(r'src="(repository/[^"]+\.png)"', page)
