@@ -16,6 +16,7 @@ processes joined by gloo, larger ones (and the search for lr at 4) as a ``Simula
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import multiprocessing as mp
@@ -491,6 +492,7 @@ class Chain:
         options: of the optimizer.
         start: rung of the grid where the search starts.
         also: further worlds ``(workers, real, seeds)`` at the best lr.
+        also_rungs: rungs from the best at which these worlds are run, so that they have a search of their own.
         variants: further options, all seeds at the best lr.
         refine: search the half steps too.
         seeds: seeds at the best lr.
@@ -503,6 +505,7 @@ class Chain:
     options: Options = ()
     start: int = 6
     also: tuple[tuple[int, bool, tuple[int, ...]], ...] = ()
+    also_rungs: tuple[int, ...] = (0,)
     variants: tuple[Options, ...] = ()
     refine: bool = True
     seeds: tuple[int, ...] = SEEDS
@@ -531,9 +534,9 @@ def run_chain(chain: Chain) -> float:
         run_job(job(lr, seed))
         for options in chain.variants:
             run_job(job(lr, seed, options))
-    for workers, real, seeds in chain.also:
+    for (workers, real, seeds), away in itertools.product(chain.also, chain.also_rungs):
         for seed in seeds:
-            run_job(Job(chain.task, chain.optimizer, lr, seed, workers, real, chain.options))
+            run_job(Job(chain.task, chain.optimizer, rung(best + away), seed, workers, real, chain.options))
     return lr
 
 
@@ -554,6 +557,8 @@ PAPERS_BINSGDM: Options = (
 BETAS = (0.5, 0.8, 0.9, 0.95)  # besides the default, 0.7
 # runs of seconds, whose loss varies by 5 % between seeds: these search, and more of them place the gaps that matter
 DIGITS_SEEDS, MANY_SEEDS = tuple(range(8)), tuple(range(24))
+# gaps as large as their target: 1-bit LAMB's with four workers
+SIX_SEEDS, NINE_SEEDS = tuple(range(6)), tuple(range(9))
 DEFAULT_FLOOR = 0.1
 HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
@@ -607,8 +612,8 @@ def studies() -> dict[str, list[Chain]]:
             digits("binsgdm", options=published(0.7), start=6),
         ],
         "lamb": [
-            Chain("large_batch", "lamb", start=10),
-            Chain("large_batch", "onebit_lamb", 4, start=9, also=((4, True, SEEDS),)),
+            Chain("large_batch", "lamb", start=10, seeds=NINE_SEEDS),
+            Chain("large_batch", "onebit_lamb", 4, start=9, seeds=NINE_SEEDS, also=((4, True, SIX_SEEDS),)),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
             Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, sixty_four)),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
@@ -617,8 +622,14 @@ def studies() -> dict[str, list[Chain]]:
         ],
         "digits": [
             digits("adamw", 1, refine=True, seeds=MANY_SEEDS),
-            digits("onebit_adam", variants=floors, also=((2, True, SEEDS), (16, False, SEEDS))),
-            digits("onebit_adam", refine=True, seeds=MANY_SEEDS),
+            digits("onebit_adam", variants=floors),
+            digits(
+                "onebit_adam",
+                refine=True,
+                seeds=MANY_SEEDS,
+                also=((2, True, MANY_SEEDS), (16, False, MANY_SEEDS)),
+                also_rungs=(0, 1),
+            ),
             digits("zero_one_adam", refine=True, seeds=MANY_SEEDS),
             digits("lamb", 1, seeds=MANY_SEEDS),
             digits("onebit_lamb", seeds=MANY_SEEDS),
@@ -641,6 +652,7 @@ def studies() -> dict[str, list[Chain]]:
         "words": [
             Chain("words", "adamw", refine=False),
             Chain("words", "onebit_adam", 4, refine=False, variants=floors),
+            Chain("words", "binsgdm", 4, start=8, refine=False),
         ],
         # what decides the gaps: each with one thing changed
         "causes": [
