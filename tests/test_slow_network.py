@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,8 +15,8 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from _network import SlowNetwork  # noqa: E402
 
-# shorter than the benchmarks' own, which may be running
-PREFIX = "obtest"
+# of this process: the benchmarks' own may be up, and another worker of the test run may have one
+PREFIX = f"onebit-test{os.getpid()}"
 REASON = SlowNetwork.requirement()
 
 PROGRAM = f"""
