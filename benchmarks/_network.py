@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -163,6 +164,11 @@ class SlowNetwork:
     def _tear_down(self) -> None:
         self._kill()
         for host in range(max(self.hosts, 16)):
+            # also what a killed run has left, or a signal in the middle of a launch
+            inside = subprocess.run(["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True)
+            for pid in inside.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             _run("ip", "netns", "del", self.namespace(host), check=False)
         _run("ip", "netns", "del", f"{self.prefix}-switch", check=False)
         if self._handler is not None:
