@@ -21,7 +21,8 @@ PREFIX = f"onebit-test{os.getpid()}"
 REASON = SlowNetwork.requirement()
 
 PROGRAM = f"""
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it, and its children with it
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from pathlib import Path
 from _network import SlowNetwork
