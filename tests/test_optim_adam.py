@@ -1666,3 +1666,23 @@ def test_refreshes_that_cannot_take_effect_are_refused() -> None:
         OnebitAdam([p], refresh_interval=0)
     with pytest.raises(TypeError, match=r"refresh_steps=1\.5 must be an integer"):
         OnebitAdam([p], refresh_interval=5, refresh_steps=1.5)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_a_refresh_of_one_step_leaves_what_has_no_gradient_in_it_bit_for_bit(preconditioned: bool) -> None:
+    options = {**REFRESHED, "refresh_steps": 1, "force_compression": True, "preconditioned": preconditioned}
+    p, q = (torch.nn.Parameter(torch.zeros(100)) for _ in range(2))
+    optimizer = OnebitAdam([p, q], **{**options, "block_size": 32})
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(11):
+        p.grad, q.grad = torch.randn(100, generator=generator), torch.randn(100, generator=generator)
+        optimizer.step()
+    assert optimizer.next_step_is_dense
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    p.grad, q.grad = torch.randn(100, generator=generator), None
+    optimizer.step()
+    after = optimizer.state_dict()["state"]
+    assert after[1].keys() == before[1].keys() and not optimizer.next_step_is_dense
+    for name in before[1]:
+        assert torch.equal(before[1][name], after[1][name]), name
+        assert not torch.equal(before[0][name], after[0][name]), name

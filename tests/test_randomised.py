@@ -234,12 +234,7 @@ class Run:
         shared = [p.detach().clone() for p in self.params]
         optimizer.show_local()
         counts = (optimizer.steps, optimizer.skipped_steps, optimizer.phase)
-        last = optimizer.ledger.last
-        dense = last is not None and last.dense
-        return {
-            **{"local": local, "shared": shared, "apart": optimizer.mid_local, "counts": counts, "state": state},
-            "dense": dense,
-        }
+        return {"local": local, "shared": shared, "apart": optimizer.mid_local, "counts": counts, "state": state}
 
 
 def play(group: Any, script: Script, interrupted: bool) -> dict[str, Any]:
@@ -257,16 +252,8 @@ def play(group: Any, script: Script, interrupted: bool) -> dict[str, Any]:
     return {"seen": seen, "end": snapshot(run.optimizer, run.params), "ledger": ledger}
 
 
-def kept(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], refreshed: bool) -> bool:
-    """What there was is as it was; the bitmap of coordinates that have had a gradient may still learn of earlier steps.
-
-    ``refreshed``: a dense step after the freeze, which may be a whole refresh.
-    """
-    forms = {"exp_avg", "preconditioned_momentum"}
-    if refreshed and forms <= before.keys() & after.keys():
-        # a refresh of one step: the momentum changed its form and changed back
-        close = all(torch.allclose(before[form], after[form], rtol=1e-5) for form in forms)
-        return close and all(equal(before[name], after[name]) for name in before.keys() - forms)
+def kept(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> bool:
+    """What there was is as it was; the bitmap of coordinates that have had a gradient may still learn of earlier steps."""
     if before.keys() ^ after.keys() == {"preconditioned_momentum"}:
         # a refresh began or ended in this step: the momentum changes its form, and second moments are kept beside denominators
         close = torch.allclose(before["exp_avg"], after["exp_avg"], rtol=1e-5)
@@ -299,9 +286,7 @@ def check(script: Script) -> None:
                 absent = not any(script.has_gradient(t, r, index) for r in range(script.world))
                 # at a synchronisation of local steps what has travelled moves, gradient or not
                 if script.skips(t) or (absent and after["counts"][2] is not Phase.LOCAL):
-                    refreshed = after["dense"] and after["counts"][2] is Phase.COMPRESSED
-                    same = kept(before["state"][index], after["state"][index], refreshed)
-                    assert same, f"tensor {index} in step {t + 1}"
+                    assert kept(before["state"][index], after["state"][index]), f"tensor {index} in step {t + 1}"
     for rank in through:
         assert equal(rank["end"]["x"], through[0]["end"]["x"]), "replicas at the end"
     if script.cuts:

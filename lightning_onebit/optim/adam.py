@@ -116,6 +116,8 @@ class OnebitAdam(AdamMoments):
         # steps since the freeze or the last refresh, and the parameters that have had a gradient in the refresh under way
         self._unrefreshed = 0
         self._learned: set[int] = set()
+        # by bucket: the momentum before a refresh that is one step long
+        self._momentum_before: list[Tensor | Packed] = []
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -175,6 +177,8 @@ class OnebitAdam(AdamMoments):
     def _refresh(self, members: list[int]) -> None:
         """A dense step of a refresh: momenta meet, second moments learn, and weights move by the denominators there are."""
         if "v" not in self._flat:
+            if self.settings["refresh_steps"] == 1:
+                self._momentum_before = self._momentum
             self._hold_momentum_flat()
             r = self._flat["r"]
             self._flat["v"] = self._second_moments(r, torch.zeros_like(r), aged=False)
@@ -194,8 +198,25 @@ class OnebitAdam(AdamMoments):
             return
         self._unrefreshed += 1
         if self._unrefreshed >= interval + self.settings["refresh_steps"]:
+            learned = self._learned
             self._invert_refreshed()
             self._hold_momentum_by_bucket()
+            self._restore_momentum(learned)
+
+    def _restore_momentum(self, learned: set[int]) -> None:
+        """Gives who had no gradient in a refresh of one step its momentum back, which its change of form and back has rounded."""
+        before, self._momentum_before = self._momentum_before, []
+        idle = torch.tensor([i not in learned for i in self._slots], device=self._device)
+        for bucket, held in zip(self._buckets(), before, strict=False):
+            mask = idle[bucket.block_param]
+            now = self._momentum[bucket.index]
+            if isinstance(now, Tensor) and bool(mask.any()):
+                whole = torch.empty_like(now)
+                if isinstance(held, Packed):
+                    self._kernels.unpack(held, bucket.lengths, whole)
+                else:
+                    whole.copy_(held)
+                now.view(-1, bucket.block_size)[mask] = whole.view(-1, bucket.block_size)[mask]
 
     def _invert_refreshed(self) -> None:
         """Ends a refresh: denominators of the second moments as they are now. Residuals stay: they are owed as before."""
