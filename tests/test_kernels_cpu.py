@@ -595,13 +595,39 @@ def test_a_damaged_library_is_named(forgotten: None, tmp_path: Path, monkeypatch
         get_backend("cpu", "cpu")
 
 
+@pytest.mark.parametrize(
+    ("vendor", "defines"), [("GenuineIntel", ("-DONEBIT_PREFETCH",)), ("AuthenticAMD", ()), (None, ())]
+)
+def test_only_intel_is_told_what_to_fetch(
+    vendor: str | None, defines: tuple[str, ...], forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the library in the cache says by its name which it is."""
+    text = "linux aarch64" if vendor is None else f"linux x86_64 vendor_id\t: {vendor}"
+    monkeypatch.setattr(cpu, "_processor", lambda: text)
+    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path))
+    commands: list[list[str]] = []
+
+    def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        commands.append(command)
+        return subprocess.CompletedProcess(command, 0, "", "")
+
+    monkeypatch.setattr(cpu.subprocess, "run", compiled)
+    first = cpu.build()
+    (command,) = [command for command in commands if "-shared" in command]
+    assert tuple(part for part in command if part.startswith("-D")) == defines
+    monkeypatch.setattr(cpu, "_defines", lambda: ("-DANOTHER",))
+    assert cpu.build() != first
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tuning", [("-march=x86-64",), ("-march=x86-64-v3",)], ids=["sse2", "avx2"])
 def test_other_instruction_sets_compute_the_same_bits(
     tuning: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Narrower registers and no hardware conversion of halves: other code, equal results."""
+    """Narrower registers, no hardware conversion of halves, and prefetching where there is none else: other code, equal results."""
     monkeypatch.setattr(cpu, "TUNING", (tuning,))
+    told = cpu._defines()
+    monkeypatch.setattr(cpu, "_defines", lambda: () if told else ("-DONEBIT_PREFETCH",))  # not what this processor gets
     monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path))
     try:
         other = cpu.CpuKernels()

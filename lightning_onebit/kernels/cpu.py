@@ -91,6 +91,11 @@ def _processor() -> str:
     return text
 
 
+def _defines() -> tuple[str, ...]:
+    """Macros for this processor: Intel's wait less when told what to fetch, AMD's (Zen 4, Zen 5) were slower where it was tried."""
+    return ("-DONEBIT_PREFETCH",) if "GenuineIntel" in _processor() else ()
+
+
 def _identity(compiler: Sequence[str]) -> str:
     """Hash of everything the library depends on."""
     try:
@@ -100,7 +105,7 @@ def _identity(compiler: Sequence[str]) -> str:
     except (OSError, subprocess.SubprocessError) as error:
         raise KernelsUnavailable(f"the C++ compiler {shlex.join(compiler)!r} does not run: {error}") from error
     digest = hashlib.sha256(SOURCE.read_bytes())
-    for part in (*compiler, version, *FLAGS, *map(str, TUNING), _processor()):
+    for part in (*compiler, version, *FLAGS, *_defines(), *map(str, TUNING), _processor()):
         digest.update(b"\0" + part.encode())
     return digest.hexdigest()[:20]
 
@@ -166,7 +171,7 @@ def _compile(compiler: Sequence[str], target: Path) -> None:
     try:
         said = ""
         for tuning in TUNING:
-            command = [*compiler, *FLAGS, *tuning, "-o", name, str(SOURCE)]
+            command = [*compiler, *FLAGS, *_defines(), *tuning, "-o", name, str(SOURCE)]
             try:
                 done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
             except (OSError, subprocess.SubprocessError) as error:

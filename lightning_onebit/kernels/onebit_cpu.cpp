@@ -126,6 +126,14 @@ template <int N> INLINE F<N> root(F<N> x) {  // IEEE 754 asks for the correctly 
   }
 }
 
+// Asks for what a stream brings `kAhead` elements later: on Intel's processors, whose own prefetching leaves a core waiting (cpu.py
+// decides). Nothing but time depends on it, and addresses past the end of a tensor are allowed.
+template <int kAhead, bool kWrite = false, class T> INLINE void ask(const T* p) {
+#if defined(ONEBIT_PREFETCH)
+  __builtin_prefetch(p + kAhead, kWrite, 3);
+#endif
+}
+
 // Bits of N words, plane after plane, as signs.
 template <int N> class Signs {
  public:
@@ -607,7 +615,12 @@ template <Momentum M, Gradient G, class E> struct Worker {
       }
     }
     INLINE F<N> value(int r, int64_t i) {
+      constexpr int kAhead = 384;  // further would push three streams out of the first cache
       F<N> y = splat<N>(0.0f);
+      ask<kAhead, true>(e + i);
+      if (M == Momentum::kFlat) ask<kAhead>(m + i);
+      if (G != Gradient::kNone) ask<kAhead>(g + i);
+      if (G == Gradient::kScaled) ask<kAhead>(scale + i);
       if (M == Momentum::kFlat) y = a * load<N>(m + i);
       if (M == Momentum::kPacked) y = old[r].next(a);
       if (G == Gradient::kNone) y = y + splat<N>(0.0f);
@@ -686,6 +699,7 @@ template <int Rows, class E> struct Server {
       }
     }
     INLINE F<N> value(int r, int64_t i) {
+      ask<2048, true>(d + i);
       F<N> z = signs[0][r].next(scale[0]);
       for (int row = 1; row < Rows; ++row) z = z + signs[row][r].next(scale[row]);
       return z * inv_n + load<N>(d + i);
@@ -711,6 +725,7 @@ template <class E> struct Server<0, E> {
     }
     INLINE F<N> value(int r, int64_t i) {
       const int shift = kPlanes - 1 - seen++ / R;  // brings the plane's bit to the sign
+      ask<2048, true>(s.d + i);
       F<N> z = term(0, r, shift);
       for (int row = 1; row < s.rows; ++row) z = z + term(row, r, shift);
       return z * splat<N>(s.inv_n) + load<N>(s.d + i);
@@ -758,6 +773,8 @@ template <bool Scaled> struct ApplyAdam {
     const int64_t step = lanes, end = kPlanes * lanes + lane;
     for (int64_t i = lane; i < end; i += step)
       for (int v = 0; v < R; ++v) {
+        ask<320, true>(to + i + v * N);
+        if (Scaled) ask<320>(from + i + v * N);
         F<N> size = factor;
         if (Scaled) size = factor * load<N>(from + i + v * N);
         const F<N> update = signs[v].next(size);
@@ -779,7 +796,10 @@ struct Unpack {
     float* const to = out;
     const int64_t step = lanes, end = kPlanes * lanes + lane;
     for (int64_t i = lane; i < end; i += step)
-      for (int v = 0; v < R; ++v) store<N>(to + i + v * N, signs[v].next(magnitude));
+      for (int v = 0; v < R; ++v) {
+        ask<512, true>(to + i + v * N);
+        store<N>(to + i + v * N, signs[v].next(magnitude));
+      }
   }
 };
 
@@ -814,8 +834,12 @@ struct LambUpdate {
     const LambFactors k = f;
     const float *const r_from = r, *const x_from = x, *const m_from = m_old;
     float* const moments = fresh;
+    constexpr int kAhead = 512;
     // in a block with padding N is 1
     for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes) {
+      ask<kAhead, true>(moments + i);
+      ask<kAhead>(r_from + i);
+      ask<kAhead>(x_from + i);
       const U<N> bit = bits_as<U<N>>(sign.next(F<N>{})) & kSign;
       const F<N> m = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(k.scale) ^ bit));
       const F<N> m0 = old_words != nullptr ? old_sign.next(splat<N>(k.old_scale)) : load<N>(m_from + i);
@@ -858,6 +882,8 @@ struct LambApply {
     float* const to = x;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes)
       for (int v = 0; v < R; ++v) {
+        ask<320, true>(to + i + v * N);
+        ask<320>(from + i + v * N);
         const F<N> weight = load<N>(to + i + v * N);
         const F<N> up = signs[v].next(static_cast<F<N>>(factor * load<N>(from + i + v * N)));
         store<N>(to + i + v * N, weight - step_ * (up + wd_ * weight));
@@ -914,7 +940,11 @@ struct Averages {
     const float keep = b1, add = o1, keep_size = b2, add_size = o2;
     float *const to_m = m, *const to_a = a;
     const float* const from = g;
+    constexpr int kAhead = 512;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
+      ask<kAhead, true>(to_m + i);
+      ask<kAhead, true>(to_a + i);
+      ask<kAhead>(from + i);
       const F<N> gradient = load<N>(from + i);
       const F<N> size = keep_size * load<N>(to_a + i) + add_size * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
       store<N>(to_m + i, keep * load<N>(to_m + i) + add * gradient);
@@ -997,6 +1027,7 @@ struct Vote {
       const I<N> balance = bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(rows) - 2u * negatives<N>(lane, plane)));
       if (mode == kFeedback) {
         float* const at = carry + plane * lanes + lane;
+        ask<512, true>(at);
         const F<N> z = to_floats<N>(balance) * share + load<N>(at);
         const U<N> sign = ~mask<N>(z >= F<N>{}) & kSign;
         store<N>(at, z - bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | sign)));
@@ -1044,6 +1075,7 @@ struct ApplyVotes {
       const U<N> takes_part = U<N>{} - ((alive >> plane) & 1u);
       const F<N> delta = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(static_cast<F<N>>(lr * ubar)) & takes_part));
       float* const at = to + plane * lanes + lane;
+      ask<512, true>(at);
       store<N>(at, load<N>(at) * keep + delta);
     }
   }
@@ -1077,11 +1109,13 @@ double sum_squares(const float* p, int64_t count) {
   double acc[kStreams][kLanes] = {};
   const int64_t part = count / (kStreams * kLanes) * kLanes;
   for (int64_t i = 0; i < part; i += kLanes)
-    for (int s = 0; s < kStreams; ++s)
+    for (int s = 0; s < kStreams; ++s) {
+      ask<224>(p + s * part + i);
       for (int j = 0; j < kLanes; ++j) {
         const double x = p[s * part + i + j];
         acc[s][j] += x * x;
       }
+    }
   for (int64_t i = kStreams * part; i < count; ++i) acc[0][i % kLanes] += static_cast<double>(p[i]) * static_cast<double>(p[i]);
   for (int j = 0; j < kLanes; ++j) acc[0][j] = (acc[0][j] + acc[1][j]) + (acc[2][j] + acc[3][j]);
   for (int half = kLanes / 2; half; half /= 2)
