@@ -122,6 +122,7 @@ class OnebitMixin(_Base):
         local_step_scaler: see ``ZeroOneAdam``.
         local_step_clipper: see ``ZeroOneAdam``.
         local_step_policy: see ``ZeroOneAdam``.
+        var_decay: see ``ZeroOneAdam``.
         magnitude_beta: BinSGDM: decay of magnitudes, see ``BinSGDM``.
         server: BinSGDM: how votes are combined, see ``BinSGDM``.
         draws: BinSGDM: how draws of successive steps relate, see ``BinSGDM``.
@@ -188,6 +189,7 @@ class OnebitMixin(_Base):
         local_step_scaler: int | None = None,
         local_step_clipper: int | None = None,
         local_step_policy: str | None = None,
+        var_decay: str | None = None,
         server: str | None = None,
         magnitude_beta: float | None = None,
         draws: str | None = None,
@@ -221,6 +223,7 @@ class OnebitMixin(_Base):
             "local_step_scaler": local_step_scaler,
             "local_step_clipper": local_step_clipper,
             "local_step_policy": local_step_policy,
+            "var_decay": var_decay,
             "server": server,
             "magnitude_beta": magnitude_beta,
             "draws": draws,

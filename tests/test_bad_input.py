@@ -70,6 +70,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "local_step_scaler": COUNT,
     "local_step_clipper": COUNT,
     "local_step_policy": CHOICE,
+    "var_decay": CHOICE,
     "server": CHOICE,
     "draws": CHOICE,
     "overflow": CHOICE,

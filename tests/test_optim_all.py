@@ -22,7 +22,7 @@ from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 ALGORITHMS = list(CLASSES)
 ADAM_LIKE = ALGORITHMS[:3]
 # 0/1 Adam converts its momentum whenever the denominators change
-RULES = [*ALGORITHMS, "zero_one_adam, preconditioned"]
+RULES = [*ALGORITHMS, "zero_one_adam, preconditioned", "zero_one_adam, var_decay=step"]
 STEPS = 16
 
 
@@ -31,7 +31,8 @@ def problem(algorithm: str, options: dict[str, Any] | None = None, **differing: 
     algorithm, _, rule = algorithm.partition(", ")
     settings = {"lr": 0.01, "weight_decay": 0.1, "block_size": 32, **CROSSING[algorithm], **(options or {})}
     if rule:
-        settings[rule] = True
+        option, _, value = rule.partition("=")
+        settings[option] = value or True
     steps = differing.pop("steps", STEPS)
     return Problem(steps, settings, **{"shapes": SMALL, "algorithm": algorithm, **differing})
 
@@ -417,7 +418,7 @@ def resumed_worker(group: Any, rank: int, world: int, made: Problem, ats: tuple[
 
 
 #: before the first step, in the warm-up, at the freeze, after it; 0/1 Adam: between one-bit rounds and in local steps as well
-POINTS = dict.fromkeys(["zero_one_adam", "zero_one_adam, preconditioned"], (0, 2, 4, 6, 9, 11, 12, 13, 15))
+POINTS = dict.fromkeys([rule for rule in RULES if rule.startswith("zero_one_adam")], (0, 2, 4, 6, 9, 11, 12, 13, 15))
 
 
 @pytest.mark.parametrize("ranks_per_node", [1, 2])

@@ -80,6 +80,10 @@ CASES = {
     "interval, no bias correction": problem(options={**SCHEDULE, "bias_correction": False}),
     "learning rate": problem(options=BY_LR, lrs=HALVED),
     "preconditioned": problem(options={**SCHEDULE, "preconditioned": True}),
+    "a variance over time": problem(options={**SCHEDULE, "var_decay": "step"}),
+    "a variance over time, preconditioned, no bias correction": problem(
+        options={**SCHEDULE, "var_decay": "step", "preconditioned": True, "bias_correction": False}
+    ),
 }
 
 
@@ -386,11 +390,23 @@ def test_a_group_that_joins_between_one_bit_rounds_costs_the_others_nothing_but_
             "local_step_scaler=7 has no effect",
         ),
         ({"freeze_step": 3}, TypeError, "freeze_step"),
+        ({"var_decay": "steps"}, ValueError, "var_decay='steps' .* 'refresh', 'step'"),
+        # refreshes at t = 1 to 17 and at 19, the first that skips a step
+        (
+            {"var_decay": "step", "var_freeze_step": 18},
+            ValueError,
+            "var_decay='step' has no effect with var_freeze_step=18.*step 19",
+        ),
+        ({"var_decay": "step", "var_freeze_step": 0}, ValueError, "var_freeze_step=0"),
     ],
 )
 def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ZeroOneAdam([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+def test_a_variance_over_time_may_freeze_at_the_first_refresh_that_skips_a_step() -> None:
+    ZeroOneAdam([torch.nn.Parameter(torch.ones(3))], var_decay="step", var_freeze_step=19)
 
 
 def test_freeze_ends_the_refreshes_where_no_step_was_given() -> None:

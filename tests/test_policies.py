@@ -106,6 +106,16 @@ def test_variance_policy_continues_from_its_state(scaler: int, cut: int) -> None
     assert seen + refreshes(second, 120, first=cut + 1) == whole
 
 
+@given(scaler=st.integers(1, 6), cut=st.integers(0, 60))
+def test_a_variance_policy_of_an_earlier_release_knows_its_last_refresh(scaler: int, cut: int) -> None:
+    first, second = VariancePolicy(scaler), VariancePolicy(scaler + 1)
+    refreshes(first, cut)
+    state = first.state_dict()
+    del state["last_step"]
+    second.load_state_dict(state)
+    assert (second.last_step, second.next_step) == (first.last_step, first.next_step)
+
+
 @pytest.mark.parametrize("name", ["interval", "learning_rate"])
 @given(cut=st.integers(0, 40))
 def test_sync_policy_continues_from_its_state(name: str, cut: int) -> None:

@@ -127,6 +127,8 @@ def scripts(draw: Any, algorithm: str) -> Script:
     if algorithm == "zero_one_adam":
         options |= {"var_update_scaler": draw(st.integers(1, 3)), "local_step_clipper": draw(st.integers(1, 4))}
         options |= {"local_step_scaler": draw(st.integers(1, 3))}
+        if (options.get("var_freeze_step") or STEPS) >= options["var_update_scaler"] + 3:
+            options |= {"var_decay": draw(st.sampled_from(["refresh", "step"]))}
     rates = st.lists(st.sampled_from([0.0, 0.01, 0.01, 0.02]), min_size=len(groups), max_size=len(groups)).map(tuple)
     return Script(
         algorithm=algorithm,

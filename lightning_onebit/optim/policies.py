@@ -21,11 +21,13 @@ class VariancePolicy:
         scaler: refreshes after which the gap doubles (``var_update_scaler``).
         done: refreshes so far.
         next_step: step of the next refresh.
+        last_step: step of the last one; 0 before the first.
     """
 
     scaler: int = 16
     done: int = 0
     next_step: int = 1
+    last_step: int = 0
 
     def due(self, step: int) -> bool:
         """Whether step ``step`` (1, 2, ...) is a refresh."""
@@ -33,7 +35,7 @@ class VariancePolicy:
 
     def record(self, step: int) -> None:
         """Says that ``step`` was a refresh."""
-        self.next_step = step + 2 ** (self.done // self.scaler)
+        self.last_step, self.next_step = step, step + 2 ** (self.done // self.scaler)
         self.done += 1
 
     def state_dict(self) -> dict[str, Any]:
@@ -43,6 +45,9 @@ class VariancePolicy:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state_dict()``; the scaler stays what this run was given."""
         self.done, self.next_step = state["done"], state["next_step"]
+        # states of earlier releases do not say it; their scaler does
+        gap = 2 ** ((self.done - 1) // state.get("scaler", self.scaler)) if self.done else 1
+        self.last_step = state.get("last_step", self.next_step - gap)
 
 
 class SyncPolicy(Protocol):

@@ -21,6 +21,8 @@ from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy,
 
 log = logging.getLogger("lightning_onebit")
 
+VARIANCE_DECAYS = ("refresh", "step")
+
 
 class ZeroOneAdam(AdamMoments):
     r"""0/1 Adam: one-bit rounds from the start, a variance refreshed ever more rarely, then local steps.
@@ -54,6 +56,9 @@ class ZeroOneAdam(AdamMoments):
         weight_decay: decoupled weight decay.
         var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
         var_update_scaler: refreshes after which the gap between refreshes doubles.
+        var_decay: what the second beta counts. ``"refresh"``, as published: refreshes, so that v is an average in which the first,
+            close ones weigh as much as the late, rare ones. ``"step"``: a refresh stands for all steps since the last one,
+            ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples.
         local_step_scaler: steps after which the gap between synchronisations doubles (policy ``"interval"``).
         local_step_clipper: largest gap between synchronisations; 1: no local steps, and no memory for them.
         local_step_policy: ``"interval"``, or ``"learning_rate"`` (the gap doubles each time lr has halved since the
@@ -96,6 +101,7 @@ class ZeroOneAdam(AdamMoments):
         *,
         var_freeze_step: int | None = None,
         var_update_scaler: int = 16,
+        var_decay: str = "refresh",
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
         local_step_policy: str = "interval",
@@ -112,7 +118,14 @@ class ZeroOneAdam(AdamMoments):
         timeout: float = 1800.0,
         residual_dtype: str = "float32",
     ) -> None:
+        check_integer("var_freeze_step", var_freeze_step, least=1, optional=True)
         check_integer("var_update_scaler", var_update_scaler, least=1)
+        check_choice("var_decay", var_decay, VARIANCE_DECAYS)
+        if var_decay == "step" and var_freeze_step is not None and var_freeze_step < var_update_scaler + 3:
+            raise ValueError(
+                f"var_decay='step' has no effect with var_freeze_step={var_freeze_step}: with var_update_scaler={var_update_scaler} "
+                f"the first refresh that skips a step is step {var_update_scaler + 3}; leave it out, or freeze later"
+            )
         check_choice("local_step_policy", local_step_policy, LOCAL_STEP_POLICIES)
         if local_step_policy != "interval" and local_step_scaler != 32768:
             raise ValueError(
@@ -149,6 +162,7 @@ class ZeroOneAdam(AdamMoments):
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
                 "var_update_scaler": var_update_scaler,
+                "var_decay": var_decay,
                 "local_step_scaler": local_step_scaler,
                 "local_step_clipper": local_step_clipper,
                 "local_step_policy": local_step_policy,
@@ -285,8 +299,9 @@ class ZeroOneAdam(AdamMoments):
         used = self._worker_residual is not None and "r" in self._flat
         noisy = [i for i in members if i in self._slot_of and used]
         super()._dense_update(group, [i for i in members if i not in noisy])
+        gap = self._steps + 1 - self.variance_policy.last_step if self.settings["var_decay"] == "step" else 1
         for i in noisy:
-            self._learn(i)
+            self._learn(i, gap)
             self._invert_slot(self._slot_of[i], self._flat["v"], self._flat["r"])
             self._move(i)
 

@@ -91,6 +91,7 @@ class ZeroOneAdam:
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
         local_step_policy: str = "interval",
+        var_decay: str = "refresh",
         bias_correction: bool = True,
         block_size: int = 2048,
         phi: float = 0.1,
@@ -102,6 +103,7 @@ class ZeroOneAdam:
         self.n, self.lr, self.b1, self.b2, self.eps, self.wd = n, lr, b1, b2, eps, wd
         self.var_freeze_step, self.bias_correction, self.phi = var_freeze_step, bias_correction, phi
         self.ranks_per_node, self.preconditioned = ranks_per_node, preconditioned
+        self.var_decay, self.refreshed = var_decay, 0  # and the step of the last refresh
         self.T_v = VariancePolicy(var_freeze_step, var_update_scaler)
         self.T_u = SyncPolicy(var_freeze_step, local_step_scaler, local_step_clipper, local_step_policy)
         self.xs = [[a.copy() for a in start] for _ in range(n)]
@@ -153,6 +155,8 @@ class ZeroOneAdam:
             if local_stage or present(g, l):
                 self.t[l] += 1
                 getattr(self, "_" + kind)(l, zero_if_missing(g, l, self.v[l].size))
+        if refresh:
+            self.refreshed = self.steps
 
     def _lr_t(self, l: int) -> float:
         return self.lr / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.lr  # lr_t = lr/(1-b1^t)
@@ -177,8 +181,10 @@ class ZeroOneAdam:
     def _refresh(self, l: int, g: Sequence[Array]) -> None:
         x, mean = self.xs[0][l], np.mean(g, axis=0)  # g = mean_i g_i (dense)
         m = self.b1 * self.ms[0][l] + (1 - self.b1) * mean  # m = b1 m + (1-b1) g
-        self.v[l] = self.b2 * self.v[l] + (1 - self.b2) * mean**2  # v = b2 v + (1-b2) g^2
-        self.k[l] += 1
+        # v = b2 v + (1-b2) g^2, or by "step" as often as steps have passed since the last refresh
+        times = self.steps - self.refreshed if self.var_decay == "step" else 1
+        self.v[l] = self.b2**times * self.v[l] + (1 - self.b2**times) * mean**2
+        self.k[l] += times
         # x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
         self._set_all(l, m, x - self.lr * self.wd * x - self._over_denominator(l, self._lr_t(l) * m))
 
