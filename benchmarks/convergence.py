@@ -556,9 +556,9 @@ PAPERS_BINSGDM: Options = (
 )
 BETAS = (0.5, 0.8, 0.9, 0.95)  # besides the default, 0.7
 # runs of seconds, whose loss varies by 5 % between seeds: these search, and more of them place the gaps that matter
-DIGITS_SEEDS, MANY_SEEDS = tuple(range(8)), tuple(range(24))
+DIGITS_SEEDS, MANY_SEEDS, MOST_SEEDS = tuple(range(8)), tuple(range(24)), tuple(range(48))
 # gaps as large as their target: 1-bit LAMB's with four workers
-SIX_SEEDS, NINE_SEEDS = tuple(range(6)), tuple(range(9))
+NINE_SEEDS = tuple(range(9))
 DEFAULT_FLOOR = 0.1
 HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
@@ -567,6 +567,8 @@ FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
 # 1-bit Adam as published compresses the momentum itself; 0/1 Adam can compress steps
 MOMENTUM: Options = (("preconditioned", False),)
 STEPS: Options = (("preconditioned", True),)
+# 0/1 Adam with all that helps where gradients go on shrinking: a variance over time, refreshed to the end, and no local steps therefore
+OVER_TIME: Options = (*STEPS, ("var_decay", "step"), ("var_freeze_step", 1200))
 # 1-bit Adam whose frozen variance is refreshed by 4 dense steps now and then
 REFRESHES, SHORT_REFRESHES = (("refresh_interval", 100),), (("refresh_interval", 40),)
 
@@ -613,7 +615,7 @@ def studies() -> dict[str, list[Chain]]:
         ],
         "lamb": [
             Chain("large_batch", "lamb", start=10, seeds=NINE_SEEDS),
-            Chain("large_batch", "onebit_lamb", 4, start=9, seeds=NINE_SEEDS, also=((4, True, SIX_SEEDS),)),
+            Chain("large_batch", "onebit_lamb", 4, start=9, seeds=NINE_SEEDS, also=((4, True, NINE_SEEDS),)),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
             Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, sixty_four)),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
@@ -621,13 +623,13 @@ def studies() -> dict[str, list[Chain]]:
             Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0,)),
         ],
         "digits": [
-            digits("adamw", 1, refine=True, seeds=MANY_SEEDS),
+            digits("adamw", 1, refine=True, seeds=MOST_SEEDS),
             digits("onebit_adam", variants=floors),
             digits(
                 "onebit_adam",
                 refine=True,
-                seeds=MANY_SEEDS,
-                also=((2, True, MANY_SEEDS), (16, False, MANY_SEEDS)),
+                seeds=MOST_SEEDS,
+                also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
                 also_rungs=(0, 1),
             ),
             digits("zero_one_adam", refine=True, seeds=MANY_SEEDS),
@@ -688,7 +690,13 @@ def studies() -> dict[str, list[Chain]]:
         "preconditioned": [
             Chain("text", "zero_one_adam", 4, STEPS, start=8, also=((2, True, (0,)), four, sixteen, sixty_four)),
             digits("zero_one_adam", options=STEPS, refine=True, seeds=MANY_SEEDS),
-            digits("zero_one_adam", options=STEPS, seeds=MANY_SEEDS, variants=((*STEPS, ("var_freeze_step", 1200)),)),
+            # the variance refreshed to the end, as an average of refreshes and of steps, at one lr
+            digits(
+                *("zero_one_adam", 4, 8, STEPS),
+                seeds=MOST_SEEDS,
+                variants=((*STEPS, ("var_freeze_step", 1200)), OVER_TIME),
+            ),
+            digits("zero_one_adam", options=OVER_TIME, refine=True, seeds=MANY_SEEDS),
         ],
         # residuals in half the memory, at the lr of whole ones
         "residuals": [
