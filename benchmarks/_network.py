@@ -10,10 +10,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 SUBNET = "10.77.0"
@@ -21,7 +21,9 @@ PORT = 29511
 
 
 def _run(*command: str, check: bool = True) -> None:
-    subprocess.run(command, check=check, stdout=subprocess.DEVNULL, stderr=None if check else subprocess.DEVNULL)
+    # in a session of its own, which a terminal's interrupt does not reach: what was begun is finished
+    quiet = None if check else subprocess.DEVNULL
+    subprocess.run(command, check=check, stdout=subprocess.DEVNULL, stderr=quiet, start_new_session=True)
 
 
 @dataclass
@@ -43,7 +45,8 @@ class SlowNetwork:
     prefix: str = "onebit"
     congestion: str = "cubic"
     _processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
-    _handler: Any = None
+    _handlers: dict[int, Any] = field(default_factory=dict)  # what this process did on signals before
+    _held: list[int] | None = None  # signals that wait, while they have to
 
     @staticmethod
     def requirement() -> str | None:
@@ -68,14 +71,36 @@ class SlowNetwork:
             raise RuntimeError(reason)
         self._tear_down()
         if threading.current_thread() is threading.main_thread():
-            # by default SIGTERM ends a program without leaving its contexts
-            self._handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+            for number in (signal.SIGTERM, signal.SIGINT):
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    self._handlers[number] = signal.signal(number, self._end)
         try:
-            self._set_up()
+            with self._undisturbed():
+                self._set_up()
         except BaseException:
             self._tear_down()
             raise
         return self
+
+    def _end(self, number: int, _: FrameType | None) -> None:
+        """Ends the program by an exception, so that its contexts are left (by default SIGTERM would not leave them)."""
+        if self._held is not None:
+            self._held.append(number)
+        elif number == signal.SIGINT:
+            raise KeyboardInterrupt
+        else:
+            sys.exit(128 + number)
+
+    @contextlib.contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Signals take effect at its end: an exception between a process's start and the note of it would leave it to nobody."""
+        self._held = []
+        try:
+            yield
+        finally:
+            held, self._held = self._held, None
+            for number in held:
+                signal.raise_signal(number)
 
     def _set_up(self) -> None:
         switch = f"{self.prefix}-switch"
@@ -126,15 +151,16 @@ class SlowNetwork:
             }
             file = (log / f"host{host}.log").open("wb")
             files.append(file)
-            self._processes.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", self.namespace(host), *command],
-                    env=variables,
-                    stdout=file,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
+            with self._undisturbed():
+                self._processes.append(
+                    subprocess.Popen(
+                        ["ip", "netns", "exec", self.namespace(host), *command],
+                        env=variables,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
                 )
-            )
         failed = None
         deadline = time.monotonic() + timeout
         try:
@@ -162,18 +188,19 @@ class SlowNetwork:
         self._processes = []
 
     def _tear_down(self) -> None:
-        self._kill()
-        for host in range(max(self.hosts, 16)):
-            # also what a killed run has left, or a signal in the middle of a launch
-            inside = subprocess.run(["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True)
-            for pid in inside.stdout.split():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-            _run("ip", "netns", "del", self.namespace(host), check=False)
-        _run("ip", "netns", "del", f"{self.prefix}-switch", check=False)
-        if self._handler is not None:
-            signal.signal(signal.SIGTERM, self._handler)
-            self._handler = None
+        with self._undisturbed():
+            self._kill()
+            for host in range(max(self.hosts, 16)):
+                # also what a killed run has left
+                inside = subprocess.run(["ip", "netns", "pids", self.namespace(host)], capture_output=True, text=True)
+                for pid in inside.stdout.split():
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(int(pid), signal.SIGKILL)
+                _run("ip", "netns", "del", self.namespace(host), check=False)
+            _run("ip", "netns", "del", f"{self.prefix}-switch", check=False)
+            for number, handler in self._handlers.items():
+                signal.signal(number, handler)
+            self._handlers.clear()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

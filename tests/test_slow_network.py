@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -21,15 +21,32 @@ PREFIX = f"onebit-test{os.getpid()}"
 REASON = SlowNetwork.requirement()
 
 PROGRAM = f"""
-import signal, sys
+import signal, subprocess, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it, and its children with it
 sys.path.insert(0, {str(BENCHMARKS)!r})
 from pathlib import Path
 from _network import SlowNetwork
 
-with SlowNetwork(2, 100, prefix={PREFIX!r}) as network:
-    print("up", flush=True)
-    network.launch([sys.executable, "-c", "import time; time.sleep(60)", sys.argv[1]], {{}}, 60, Path(sys.argv[1]))
+folder, during_start = sys.argv[1], int(sys.argv[2])
+hosts = []
+
+
+class Host(subprocess.Popen):
+    def __init__(self, command, **options):
+        super().__init__(command, **options)
+        if folder in command:
+            hosts.append(self)
+            if during_start:
+                signal.raise_signal(during_start)
+
+
+subprocess.Popen = Host
+try:
+    with SlowNetwork(2, 100, prefix={PREFIX!r}) as network:
+        print("up", flush=True)
+        network.launch([sys.executable, "-c", "import time; time.sleep(60)", folder], {{}}, 60, Path(folder))
+finally:
+    print(len(hosts), "started,", sum(host.returncode is not None for host in hosts), "ended", flush=True)
 """
 
 
@@ -46,19 +63,22 @@ def commands(file: Path) -> bytes:
 
 
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
+@pytest.mark.parametrize("starting", [False, True], ids=["", "while a host is being started"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_run_that_is_ended_leaves_no_network_and_no_hosts(number: signal.Signals, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+def test_a_run_that_is_ended_leaves_no_network_and_no_hosts(
+    number: signal.Signals, starting: bool, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path), str(int(number) if starting else 0)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         if process.stdout.readline().strip() != "up":
             pytest.skip(f"this machine does not let us make namespaces: {process.communicate()[1][-300:]}")
-        assert len(namespaces()) == 3
-        process.send_signal(number)
-        status = process.wait(30)
-    assert status == (128 + number if number == signal.SIGTERM else -number)
+        if not starting:
+            assert len(namespaces()) == 3
+            process.send_signal(number)
+        told = process.communicate(timeout=30)[0]
+    started, ended = re.findall(r"(\d+) started, (\d+) ended", told)[0]
+    assert started == ended and (not starting or started == "1")
+    assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
     assert namespaces() == []
-    deadline = time.monotonic() + 10  # killed, or on its way into a network that is no more
-    while any(str(tmp_path).encode() in commands(p) for p in Path("/proc").glob("[0-9]*/cmdline")):
-        assert time.monotonic() < deadline, "a host goes on"
-        time.sleep(0.05)
+    assert not any(str(tmp_path).encode() in commands(p) for p in Path("/proc").glob("[0-9]*/cmdline"))
