@@ -564,8 +564,9 @@ HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
 FROZEN_RATIOS: Options = (("track_weight_norm", False),)  # 1-bit LAMB as published
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
-# 1-bit Adam as published compresses the momentum itself; 0/1 Adam can compress steps
-MOMENTUM: Options = (("preconditioned", False),)
+# 1-bit Adam as published keeps what has frozen, and compresses the momentum itself; 0/1 Adam can compress steps
+FROZEN: Options = (("refresh_interval", "never"),)
+MOMENTUM: Options = (("preconditioned", False), *FROZEN)
 STEPS: Options = (("preconditioned", True),)
 # 0/1 Adam with all that helps where gradients go on shrinking: a variance over time, refreshed to the end, and no local steps therefore
 OVER_TIME: Options = (*STEPS, ("var_decay", "step"), ("var_freeze_step", 1200))
@@ -577,6 +578,7 @@ def studies() -> dict[str, list[Chain]]:
     """Chains by study. A search that is listed twice is answered by its first runs."""
     floors: tuple[Options, ...] = tuple((("denominator_floor", phi),) for phi in FLOORS)
     momentum_floors: tuple[Options, ...] = tuple((*floor, *MOMENTUM) for floor in floors)
+    frozen_floors: tuple[Options, ...] = tuple((*floor, *FROZEN) for floor in floors)
 
     def published(beta: float, server: str = "random") -> Options:
         """BinSGDM without this library's floor, stratified draws, longer memory of magnitudes, kept overflow and feedback."""
@@ -624,9 +626,16 @@ def studies() -> dict[str, list[Chain]]:
         ],
         "digits": [
             digits("adamw", 1, refine=True, seeds=MOST_SEEDS),
-            digits("onebit_adam", variants=floors),
             digits(
                 "onebit_adam",
+                refine=True,
+                seeds=MOST_SEEDS,
+                also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
+                also_rungs=(0, 1),
+            ),
+            digits("onebit_adam", options=FROZEN, variants=frozen_floors),
+            digits(
+                *("onebit_adam", 4, 8, FROZEN),
                 refine=True,
                 seeds=MOST_SEEDS,
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
@@ -658,7 +667,12 @@ def studies() -> dict[str, list[Chain]]:
         ],
         # what decides the gaps: each with one thing changed
         "causes": [
-            digits("onebit_adam", refine=True, seeds=MANY_SEEDS, variants=((("freeze_step", 480),),)),
+            digits(
+                *("onebit_adam", 4, 8, FROZEN),
+                refine=True,
+                seeds=MANY_SEEDS,
+                variants=((("freeze_step", 480), *FROZEN),),
+            ),
             digits("zero_one_adam", variants=((("local_step_clipper", 1),),)),
             digits("zero_one_adam", seeds=MANY_SEEDS, variants=((("var_freeze_step", 1200),),)),
             # each guard of BinSGDM alone taken away
@@ -857,7 +871,11 @@ def _in_floor_study(row: Row) -> bool:
     if task not in ("words", "digits", "text") or real:
         return False
     return optimizer == "adamw" or (
-        optimizer == "onebit_adam" and workers == 4 and not dict(options).keys() - {"denominator_floor"}
+        optimizer == "onebit_adam"
+        and workers == 4
+        # on digits with what had frozen
+        and tuple(option for option in options if option[0] != "denominator_floor")
+        == (FROZEN if task == "digits" else ())
     )
 
 

@@ -115,7 +115,8 @@ class OnebitMixin(_Base):
         factor_threshold: see ``OnebitLamb``.
         track_weight_norm: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``). None: True for 1-bit Adam, False for 0/1 Adam.
-        refresh_interval: 1-bit Adam: compressed steps between two refreshes of the frozen variance, see ``OnebitAdam``.
+        refresh_interval: 1-bit Adam: compressed steps between two refreshes of the frozen variance, ``"auto"`` (default) or ``"never"``,
+            see ``OnebitAdam``.
         refresh_steps: 1-bit Adam: dense steps of a refresh.
         var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
@@ -182,7 +183,7 @@ class OnebitMixin(_Base):
         factor_threshold: float | None = None,
         track_weight_norm: bool | None = None,
         preconditioned: bool | None = None,
-        refresh_interval: int | None = None,
+        refresh_interval: int | str | None = None,
         refresh_steps: int | None = None,
         var_freeze_step: int | None = None,
         var_update_scaler: int | None = None,

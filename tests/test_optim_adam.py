@@ -52,6 +52,7 @@ class Run:
     broken: frozenset[tuple[int, int, int]] = frozenset()
     lrs: tuple[float, ...] | None = None
     scale: float = 1.0
+    fade: float = 1.0
     quantum: float | None = None
     dtype: torch.dtype = torch.float32
     seed: int = 0
@@ -76,7 +77,7 @@ class Run:
             g.reshape(-1)[-self.cold :] *= self.faint
         if (t, rank, l) in self.broken:
             g.reshape(-1)[g.size // 2] = np.nan
-        return (self.scale * g).astype(np.float32)
+        return (self.scale * self.fade**t * g).astype(np.float32)
 
     def gradients(self, t: int, world: int) -> list[list[np.ndarray | None]]:
         return [[self.gradient(t, rank, l) for l in range(len(self.shapes))] for rank in range(world)]
@@ -110,7 +111,7 @@ class Run:
             "phi": o.get("denominator_floor", 0.1),
             "preconditioned": o.get("preconditioned", True),
             "max_norm": o.get("max_grad_norm"),
-            "refresh_interval": o.get("refresh_interval"),
+            "refresh_interval": o.get("refresh_interval", "auto"),
             "refresh_steps": o.get("refresh_steps", 4),
         }
         simulated = oracle.Adam(self.start()[only], world, **{**settings, **differing})
@@ -1500,6 +1501,9 @@ REFRESHED = {
 }
 
 
+NEVER = {"refresh_interval": "never", "refresh_steps": None}
+
+
 def refreshed_run(idle: int | None = None, **options: Any) -> Run:
     # tensor 1 without a gradient on one rank in the first step of a refresh, tensor 3 on all; rank 1 broken in another; in step
     # ``idle`` there is no gradient at all
@@ -1596,7 +1600,7 @@ def test_a_refresh_is_finished_first_where_a_run_resumes_with_another_interval(
     resumed.load_residual_state_dict(optimizer.residual_state_dict())
     # resumed without refreshes at all, it goes on compressed from the denominators that it had
     r = torch.nn.Parameter(p.detach().clone())
-    without = OnebitAdam([r], **{**options, "refresh_interval": None, "refresh_steps": None})
+    without = OnebitAdam([r], **{**options, **NEVER})
     without.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     assert steps(resumed, q, 5) == dense
     assert steps(without, r, 5) == [False] * 5
@@ -1637,9 +1641,11 @@ def test_a_refresh_lets_denominators_follow_gradients_that_shrink() -> None:
             optimizer.step()
         return 1 / optimizer.state_dict()["state"][0]["reciprocal_denominator"]
 
-    torch.testing.assert_close(denominators(), torch.ones(64))
+    torch.testing.assert_close(denominators(refresh_interval="never"), torch.ones(64))
     refreshed = denominators(refresh_interval=10, refresh_steps=2)
     assert ((refreshed > 0.09) & (refreshed < 0.11)).all()
+    alone = denominators()  # of its own accord, once it has seen 20 steps
+    assert ((alone > 0.09) & (alone < 0.2)).all()
 
 
 def test_thaw_within_a_refresh_goes_on_from_the_second_moments_learned_there() -> None:
@@ -1658,10 +1664,116 @@ def test_thaw_within_a_refresh_goes_on_from_the_second_moments_learned_there() -
     torch.testing.assert_close(v, torch.full((64,), (2 + 4 * 0.25) / 6), rtol=1e-2, atol=0.0)
 
 
+FADING = {**REFRESHED, "refresh_interval": "auto", "betas": (0.9, 0.9), "block_size": 64, "bucket_mb": 0.0005}
+
+
+def fading_run(**options: Any) -> Run:
+    """Gradients shrink by a half in nine steps; one is broken, some are missing before the first refresh, and in it."""
+    missing = frozenset({(9, 0, 1), (9, -1, 3), *((t, -1, 1) for t in (36, 37, 38)), (37, 1, 2)})
+    # few elements: 80 steps of many would bring a sign that rounding decides
+    shapes = ((40, 3), (20,), (33,), (5, 2))
+    broken = frozenset({(12, 1, 0)})
+    return Run(80, {**FADING, **options}, shapes, cold=32, missing=missing, broken=broken, seed=2, fade=0.925)
+
+
+@pytest.mark.parametrize("preconditioned", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_refreshes_of_their_own_accord_follow_the_oracle(world: int, preconditioned: bool) -> None:
+    run = fading_run(preconditioned=preconditioned)
+    results = run_ranks(train, world, run)
+    simulated = run.oracle(world)
+    kinds = [[r.dense for r in result["records"] if not r.skipped] for result in results]
+    assert kinds[0] == simulated.dense_steps and all(kind == kinds[0] for kind in kinds)
+    begun = [t for t in range(7, 79) if kinds[0][t] and not kinds[0][t - 1]]
+    assert len(begun) >= 2, "it has been refreshed twice"
+    assert_follows(results, run, simulated)
+
+
+def test_what_does_not_shrink_is_not_refreshed() -> None:
+    """And a run that might have been refreshed is bit for bit one that could not."""
+    steady = replace(fading_run(), fade=1.0)
+    auto, never = (run_ranks(train, 2, replace(steady, options={**FADING, **o})) for o in ({}, NEVER))
+    for a, b in zip(auto, never, strict=True):
+        assert [r.dense for r in a["records"]] == [t < 6 for t in range(80)]
+        assert equal(a["x"], b["x"]) and equal(a["residuals"], b["residuals"])
+
+
+def fading_worker(rank: int, world: int, preconditioned: bool) -> Any:
+    """A run, and the same run continued in a new optimizer from every step from the 25th on; which of its steps were dense."""
+    run = fading_run(preconditioned=preconditioned)
+
+    def step(optimizer: OnebitAdam, params: list[torch.nn.Parameter], t: int) -> bool:
+        run.put(params, t, rank)
+        optimizer.step()
+        assert optimizer.ledger.last is not None
+        return optimizer.ledger.last.dense
+
+    params = run.parameters()
+    optimizer, kinds, equals = OnebitAdam(params, **run.options), [], []
+    other: OnebitAdam | None = None
+    for t in range(50):
+        if t >= 25:  # one step by a new optimizer, and by the old one
+            copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
+            residuals = optimizer.residual_state_dict()
+            other = OnebitAdam(copies, **run.options)
+            other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            other.load_residual_state_dict(
+                {**residuals, "tensors": {k: v.clone() for k, v in residuals["tensors"].items()}}
+            )
+        kinds.append(step(optimizer, params, t))
+        if other is not None:
+            same = step(other, copies, t) == kinds[-1] and equal(state_of(other, copies), state_of(optimizer, params))
+            books = [
+                {**o.state_dict()["onebit"], "ledger": None} for o in (optimizer, other)
+            ]  # which has seconds in it
+            equals.append(same and books[0] == books[1])
+    return kinds, equals
+
+
+@pytest.mark.parametrize("preconditioned", [True, False])
+def test_a_run_resumed_anywhere_is_refreshed_when_the_other_is(preconditioned: bool) -> None:
+    for kinds, equals in run_ranks(fading_worker, 2, preconditioned):
+        assert any(kinds[25:]) and not all(kinds[25:])
+        assert len(equals) == 25 and all(equals)
+
+
+def test_a_refresh_of_a_fixed_interval_is_finished_by_one_that_watches_and_the_other_way_round() -> None:
+    options = {**FADING, "force_compression": True, "block_size": 32}
+
+    def steps(optimizer: OnebitAdam, p: torch.nn.Parameter, count: int, first: int = 0) -> list[bool]:
+        kinds = []
+        for t in range(first, first + count):
+            p.grad = torch.linspace(-1, 1, 64) * 0.9**t
+            optimizer.step()
+            assert optimizer.ledger.last is not None
+            kinds.append(optimizer.ledger.last.dense)
+        return kinds
+
+    def resumed(saved: OnebitAdam, p: torch.nn.Parameter, interval: int | str) -> tuple[OnebitAdam, torch.nn.Parameter]:
+        q = torch.nn.Parameter(p.detach().clone())
+        optimizer = OnebitAdam([q], **{**options, "refresh_interval": interval})
+        optimizer.load_state_dict(copy.deepcopy(saved.state_dict()))
+        return optimizer, q
+
+    p = torch.nn.Parameter(torch.zeros(64))
+    fixed = OnebitAdam([p], **{**options, "refresh_interval": 5})
+    assert steps(fixed, p, 12)[-2:] == [False, True]
+    assert steps(*resumed(fixed, p, "auto"), 8, 12) == [True] + [False] * 7
+
+    q = torch.nn.Parameter(torch.zeros(64))
+    auto = OnebitAdam([q], **options)
+    t = 0
+    while t < 6 or not steps(auto, q, 1, t)[0]:
+        t += 1 if t >= 6 else len(steps(auto, q, 6))
+        assert t < 60
+    assert auto.next_step_is_dense and auto.phase is Phase.COMPRESSED
+    assert steps(*resumed(auto, q, 5), 7, t + 1) == [True] + [False] * 5 + [True]
+
+
 def test_refreshes_that_cannot_take_effect_are_refused() -> None:
     p = torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"refresh_steps=2 takes effect with refresh_interval only"):
-        OnebitAdam([p], refresh_steps=2)
+    with pytest.raises(ValueError, match=r"refresh_steps=2 has no effect with refresh_interval='never'"):
+        OnebitAdam([p], refresh_interval="never", refresh_steps=2)
     with pytest.raises(ValueError, match=r"refresh_interval=0 is out of range; it must be at least 1"):
         OnebitAdam([p], refresh_interval=0)
     with pytest.raises(TypeError, match=r"refresh_steps=1\.5 must be an integer"):

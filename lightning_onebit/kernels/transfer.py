@@ -1,4 +1,4 @@
-"""Small facts of the host on their way to a device, without waiting for it."""
+"""Small facts on their way between host and device, without waiting for it."""
 
 from __future__ import annotations
 
@@ -26,3 +26,25 @@ def upload(values: Tensor | Sequence[float], device: torch.device, dtype: torch.
     if torch.device(device).type == "cuda":
         return host.pin_memory().to(device, non_blocking=True)
     return host.to(device, copy=host is values)
+
+
+class Download:
+    """A number of a device on its way to the host; who asks for it later need not wait for what was queued since.
+
+    Args:
+        value: a tensor of one element. It is copied in the order of its device's current stream.
+    """
+
+    def __init__(self, value: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        self._host = value.detach()
+        if value.is_cuda:
+            self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record(torch.cuda.current_stream(value.device))
+
+    def read(self) -> float:
+        """The number, once it has arrived."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return float(self._host)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -10,9 +11,13 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.moments import AdamMoments
-from lightning_onebit.optim.options import CommonOptions, check_integer
+from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
+from lightning_onebit.optim.policies import ShrinkPolicy
+
+log = logging.getLogger("lightning_onebit")
 
 #: dense steps of a refresh where nothing else is said
 REFRESH_STEPS = 4
@@ -53,8 +58,9 @@ class OnebitAdam(AdamMoments):
             in compressed ones).
         preconditioned: compress the momentum divided by its denominators, so that every coordinate gets compression noise in
             proportion to the step it would take; False: the momentum itself, as published.
-        refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; None: they stay as they froze,
-            as published. For runs whose gradients go on shrinking after the freeze (docs/freeze).
+        refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
+            steps have become a tenth smaller, which happens where gradients go on shrinking after the freeze and nowhere else;
+            ``"never"``: they stay as they froze, as published (docs/freeze).
         refresh_steps: dense steps of a refresh, >= 1 (None: 4); between them they count for all steps since the last one.
         denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times their
             tensor's mean.
@@ -96,7 +102,7 @@ class OnebitAdam(AdamMoments):
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
         preconditioned: bool = True,
-        refresh_interval: int | None = None,
+        refresh_interval: int | str = "auto",
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
@@ -107,15 +113,23 @@ class OnebitAdam(AdamMoments):
         overlap: str = "step",
         residual_dtype: str = "float32",
     ) -> None:
-        check_integer("refresh_interval", refresh_interval, least=1, optional=True)
+        if isinstance(refresh_interval, str):
+            check_choice("refresh_interval", refresh_interval, ("auto", "never"))
+        else:
+            check_integer("refresh_interval", refresh_interval, least=1)
         check_integer("refresh_steps", refresh_steps, least=1, optional=True)
-        if refresh_steps is not None and refresh_interval is None:
+        if refresh_steps is not None and refresh_interval == "never":
             raise ValueError(
-                f"refresh_steps={refresh_steps} takes effect with refresh_interval only; give that too, or leave refresh_steps out"
+                f"refresh_steps={refresh_steps} has no effect with refresh_interval='never'; leave one of them out"
             )
         # steps since the freeze or the last refresh, and the parameters that have had a gradient in the refresh under way
         self._unrefreshed = 0
         self._learned: set[int] = set()
+        # "auto": what says when, the energy of the last compressed step, which counts at the end of the next (a device need not be
+        # waited for then), and after how many compressed steps the refresh that is due or under way has begun
+        self._shrinking = ShrinkPolicy()
+        self._energy: Download | None = None
+        self._begun_after: int | None = None
         # by bucket: the momentum before a refresh that is one step long
         self._momentum_before: list[Tensor | Packed] = []
         super().__init__(
@@ -139,7 +153,7 @@ class OnebitAdam(AdamMoments):
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
                 "refresh_interval": refresh_interval,
-                "refresh_steps": (refresh_steps or REFRESH_STEPS) if refresh_interval is not None else None,
+                "refresh_steps": (refresh_steps or REFRESH_STEPS) if refresh_interval != "never" else None,
             },
         )
 
@@ -151,9 +165,9 @@ class OnebitAdam(AdamMoments):
 
     @property
     def refreshed_share(self) -> float:
-        """See the base: ``refresh_steps`` of ``refresh_interval + refresh_steps``."""
+        """See the base: ``refresh_steps`` of ``refresh_interval + refresh_steps``; 0 for ``"auto"``, whose share nobody knows before."""
         interval, steps = self.settings["refresh_interval"], self.settings["refresh_steps"]
-        return steps / (interval + steps) if interval is not None else 0.0
+        return 0.0 if isinstance(interval, str) else steps / (interval + steps)
 
     # ----- refreshes --------------------------------------------------------------------------------------------------
 
@@ -161,10 +175,16 @@ class OnebitAdam(AdamMoments):
         return super()._wants_dense() or self._refresh_due()
 
     def _may_be_dense(self) -> bool:
-        return super()._may_be_dense() or self.settings["refresh_interval"] is not None
+        return super()._may_be_dense() or self.settings["refresh_interval"] != "never"
+
+    @property
+    def _interval(self) -> int | None:
+        """Compressed steps before the next refresh or the one under way; None: there is none in sight."""
+        chosen = self.settings["refresh_interval"]
+        return self._begun_after if isinstance(chosen, str) else chosen
 
     def _refresh_due(self) -> bool:
-        interval = self.settings["refresh_interval"]
+        interval = self._interval
         return self._phase is Phase.COMPRESSED and interval is not None and self._unrefreshed >= interval
 
     def _step_dense(self, active: list[int]) -> None:
@@ -182,7 +202,9 @@ class OnebitAdam(AdamMoments):
             self._hold_momentum_flat()
             r = self._flat["r"]
             self._flat["v"] = self._second_moments(r, torch.zeros_like(r), aged=False)
-        updates = 1 + self.settings["refresh_interval"] // self.settings["refresh_steps"]
+        interval = self._interval
+        assert interval is not None
+        updates = 1 + interval // self.settings["refresh_steps"]
         for i in members:
             self._learn(i, updates)
             self._move(i)
@@ -193,15 +215,33 @@ class OnebitAdam(AdamMoments):
     def _advance(self) -> None:
         compressed = self._phase is Phase.COMPRESSED and self.compresses
         super()._advance()
-        interval = self.settings["refresh_interval"]
-        if not compressed or interval is None:
+        if not compressed or self.settings["refresh_interval"] == "never":
             return
         self._unrefreshed += 1
-        if self._unrefreshed >= interval + self.settings["refresh_steps"]:
+        interval = self._interval
+        if interval is None:
+            self._watch()
+        elif self._unrefreshed >= interval + self.settings["refresh_steps"]:
             learned = self._learned
             self._invert_refreshed()
             self._hold_momentum_by_bucket()
             self._restore_momentum(learned)
+
+    def _watch(self) -> None:
+        """Takes note of how large the last steps were, on all ranks alike, and lets a refresh begin when they have shrunk."""
+        # summed in fp64 and rounded, so that the order of summation does not matter
+        energy = torch.stack([self._momentum_energy(bucket).sum() for bucket in self._buckets()]).sum().float()
+        before, self._energy = self._energy, Download(energy)
+        if before is not None:
+            self._shrinking.record(before.read())
+        if self._shrinking.due:
+            self._begun_after = self._unrefreshed
+            log.info(
+                "step %d: steps are down to %.0f %% of what they were after the second moments had frozen or been refreshed, %d steps "
+                "ago; %d dense ones refresh them",
+                *(self._steps, 100 * (self._shrinking.average / self._shrinking.highest) ** 0.5),
+                *(self._unrefreshed, self.settings["refresh_steps"]),
+            )
 
     def _restore_momentum(self, learned: set[int]) -> None:
         """Gives who had no gradient in a refresh of one step its momentum back, which its change of form and back has rounded."""
@@ -225,6 +265,7 @@ class OnebitAdam(AdamMoments):
             for i in self._learned:
                 self._invert_slot(self._slot_of[i], v, self._flat["r"])
         self._unrefreshed, self._learned = 0, set()
+        self._shrinking, self._energy, self._begun_after = ShrinkPolicy(), None, None
 
     def _leave_compressed(self) -> None:
         self._invert_refreshed()
@@ -232,11 +273,17 @@ class OnebitAdam(AdamMoments):
 
     def _books(self) -> dict[str, Any]:
         books = super()._books()
-        if self.settings["refresh_interval"] is not None:
+        if self.settings["refresh_interval"] != "never":
             books |= {
                 "unrefreshed": self._unrefreshed,
                 "refreshing": self._refreshing,
                 "learned": sorted(self._learned),
+            }
+        if self.settings["refresh_interval"] == "auto":
+            books["shrinking"] = {
+                **self._shrinking.state_dict(),
+                "energy": None if self._energy is None else self._energy.read(),
+                "begun_after": self._begun_after,
             }
         return books
 
@@ -246,14 +293,17 @@ class OnebitAdam(AdamMoments):
         return "v" in self._flat and "r" in self._flat
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
-        interval = self.settings["refresh_interval"]
-        refreshing = interval is not None and bool(books.get("refreshing", False))
+        chosen = self.settings["refresh_interval"]
+        refreshing = chosen != "never" and bool(books.get("refreshing", False))
         self._learned = set(books["learned"]) if refreshing else set()
-        self._unrefreshed = 0
-        if interval is not None:
+        self._unrefreshed = 0 if chosen == "never" else books.get("unrefreshed", 0)
+        self._shrinking, self._energy, self._begun_after = ShrinkPolicy(), None, None
+        if chosen == "auto":
+            self._load_shrinking(books.get("shrinking"), refreshing)
+        elif chosen != "never":
             # the interval may be another now: a refresh that has begun is finished, one that is overdue begins
             bound = max if refreshing else min
-            self._unrefreshed = bound(books.get("unrefreshed", 0), interval + refreshing)
+            self._unrefreshed = bound(self._unrefreshed, chosen + refreshing)
         super()._load_phase(phase, books, saved)
         if not refreshing or "r" not in self._flat:
             return
@@ -261,3 +311,13 @@ class OnebitAdam(AdamMoments):
             self._flat[name] = torch.zeros_like(self._flat["r"])
             self._load_arena(self._flat[name], key, saved)
         self._momentum = []
+
+    def _load_shrinking(self, saved: dict[str, Any] | None, refreshing: bool) -> None:
+        """Goes on watching; a refresh of another interval, of which at least one step has been made, is finished."""
+        if saved is None:
+            self._begun_after = self._unrefreshed - 1 if refreshing else None
+            return
+        self._shrinking.load_state_dict(saved)
+        self._begun_after = saved["begun_after"]
+        if saved["energy"] is not None:
+            self._energy = Download(torch.tensor(saved["energy"], dtype=torch.float64))

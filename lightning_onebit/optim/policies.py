@@ -1,10 +1,13 @@
-"""Schedules of 0/1 Adam: when the variance is refreshed and when ranks synchronise. Objects with state, saved in checkpoints."""
+"""Schedules: when 0/1 Adam refreshes its variance and when its ranks synchronise, when 1-bit Adam refreshes what it has frozen.
+
+Objects with state, saved in checkpoints.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from lightning_onebit.optim.options import check_integer
 
@@ -48,6 +51,55 @@ class VariancePolicy:
         # states of earlier releases do not say it; their scaler does
         gap = 2 ** ((self.done - 1) // state.get("scaler", self.scaler)) if self.done else 1
         self.last_step = state.get("last_step", self.next_step - gap)
+
+
+@dataclass
+class ShrinkPolicy:
+    """When 1-bit Adam's frozen second moments are to be refreshed: once its steps have become smaller.
+
+    Where gradients go on shrinking after the freeze, denominators stay as large as they were, and the momentum in units of them,
+    which is what ranks exchange, shrinks too. All ranks hold the scales of what was exchanged, so each knows its energy (the sum
+    of its squares) without asking. A refresh is due when that energy, as an average that forgets in ``WINDOW`` steps, has fallen below
+    ``FALL`` of the highest since the last refresh. Where it rises or stays, there is none. Not in the papers; what it is good for
+    is measured in docs/convergence.
+
+    Attributes:
+        mean: average of the energies, biased towards 0 as long as there are few.
+        seen: energies since the freeze or the last refresh.
+        highest: largest average since then, from ``WINDOW`` energies on.
+    """
+
+    WINDOW: ClassVar[int] = 20
+    FALL: ClassVar[float] = 0.8
+
+    mean: float = 0.0
+    seen: int = 0
+    highest: float = 0.0
+
+    def record(self, energy: float) -> None:
+        """Says how large a compressed step was, in any unit that does not change between refreshes."""
+        self.mean += (energy - self.mean) / self.WINDOW
+        self.seen += 1
+        if self.seen >= self.WINDOW:
+            self.highest = max(self.highest, self.average)
+
+    @property
+    def average(self) -> float:
+        """Of the energies, without bias; 0 before the first."""
+        return self.mean / (1.0 - (1.0 - 1.0 / self.WINDOW) ** self.seen) if self.seen else 0.0
+
+    @property
+    def due(self) -> bool:
+        """Whether a refresh is."""
+        return self.average < self.FALL * self.highest
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``."""
+        self.mean, self.seen, self.highest = state["mean"], state["seen"], state["highest"]
 
 
 class SyncPolicy(Protocol):

@@ -39,7 +39,7 @@ class Adam:
         block_size: elements per block.
         phi: denominator floor.
         preconditioned: m/D travels, with D the denominators, rather than m.
-        refresh_interval: compressed steps between two refreshes of v; None: none.
+        refresh_interval: compressed steps between two refreshes of v; "auto": whenever steps have shrunk; "never".
         refresh_steps: dense steps of a refresh.
         max_norm: clip the global norm.
         compressed: per tensor, False for one that stays dense for ever (``compress=False``).
@@ -61,7 +61,7 @@ class Adam:
         block_size: int = 2048,
         phi: float = 0.1,
         preconditioned: bool = True,
-        refresh_interval: int | None = None,
+        refresh_interval: int | str = "auto",
         refresh_steps: int = 4,
         max_norm: float | None = None,
         compressed: Sequence[bool] | None = None,
@@ -72,6 +72,8 @@ class Adam:
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
         self.preconditioned = preconditioned
         self.refresh_interval, self.refresh_steps = refresh_interval, refresh_steps
+        self.dense_steps: list[bool] = []  # of the steps made, which were dense
+        self.energies: list[float] = []  # "auto": of the compressed steps since the freeze or the last refresh
         self.compressed = [True] * len(x) if compressed is None else list(compressed)
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
@@ -86,6 +88,7 @@ class Adam:
         self.k_D = self.k
         self.frozen = False
         self.since = 0  # steps since then
+        self.interval: int | None = None  # compressed steps before the refresh that is due or under way
         if T_w == 0:
             self.freeze()
 
@@ -96,11 +99,13 @@ class Adam:
 
     def _new_denominators(self) -> None:
         self.v_D, self.k_D, self.since = [floored(v, self.phi) for v in self.v], list(self.k), 0
+        self.interval = self.refresh_interval if isinstance(self.refresh_interval, int) else None
+        self.energies = []
 
     @property
     def refreshing(self) -> bool:
         """Whether the next step is a dense one of a refresh."""
-        return self.frozen and self.refresh_interval is not None and self.since >= self.refresh_interval
+        return self.frozen and self.interval is not None and self.since >= self.interval
 
     def step(self, g: Gradients) -> None:
         """One step from the local gradients ``g[i][l]``."""
@@ -108,10 +113,9 @@ class Adam:
             self.skipped += 1
             return
         g = flatten(g)
-        if (
-            self.refreshing and self.since == self.refresh_interval
-        ):  # v learns on from what the denominators are made of
+        if self.refreshing and self.since == self.interval:  # v learns on from what the denominators are made of
             self.v = [self.v_D[l] if self.compressed[l] else self.v[l] for l in range(len(self.x))]
+        self.dense_steps.append(not self.frozen or self.refreshing)
         factor = clip_factor(self._norm(g), self.max_norm)
         for l in range(len(self.x)):
             if not present(g, l):  # no gradient on any worker: left alone
@@ -132,7 +136,7 @@ class Adam:
                 self.m[l] = self.b1 * self.m[l] + (1 - self.b1) * mean  # m = b1 m + (1-b1) g
                 # v = b2 v + (1-b2) g^2; in a refresh g counts for s = 1 + interval/steps steps: v = b2^s v + (1-b2^s) g^2
                 refreshing = self.refreshing and self.compressed[l]
-                s = 1 + self.refresh_interval // self.refresh_steps if refreshing else 1
+                s = 1 + self.interval // self.refresh_steps if refreshing else 1
                 self.v[l] = self.b2**s * self.v[l] + (1 - self.b2**s) * mean**2
                 self.k[l] += s
                 vd, k = (self.v_D[l], self.k_D[l]) if refreshing else (self.v[l], self.k[l])
@@ -146,8 +150,31 @@ class Adam:
                 self.freeze()
             return
         self.since += 1
-        if self.refresh_interval is not None and self.since >= self.refresh_interval + self.refresh_steps:
-            self._new_denominators()
+        if self.interval is not None:
+            if self.since >= self.interval + self.refresh_steps:
+                self._new_denominators()
+        elif self.refresh_interval == "auto":
+            self.energies.append(self._energy())
+            if self._shrunk(self.energies[:-1]):  # a step counts when the next has been made
+                self.interval = self.since
+
+    def _energy(self) -> float:
+        """Of the momentum as it travels: sum of squares of m, or of m/D."""
+        energy = 0.0
+        for l in range(len(self.x)):
+            if self.compressed[l]:
+                D = (self.v_D[l], self.k_D[l], self.b2, self.eps, self.bias_correction)
+                energy += squared_norm([step_over(self.m[l], *D) if self.preconditioned else self.m[l]])
+        return energy
+
+    @staticmethod
+    def _shrunk(energies: Sequence[float]) -> bool:
+        """Whether the bias-corrected average (decay 0.95) of the energies is below 0.8 of the highest there was from the 20th on."""
+        averages, mean = [], 0.0
+        for k, energy in enumerate(energies, start=1):
+            mean = 0.95 * mean + 0.05 * energy
+            averages.append(mean / (1 - 0.95**k))
+        return len(averages) >= 20 and averages[-1] < 0.8 * max(averages[19:])
 
     def _norm(self, g: Gradients) -> float:
         """Norm of the averaged gradient in a dense step, ``G = sqrt((1/n) sum_i ||g_i||^2)`` where gradients are local."""
