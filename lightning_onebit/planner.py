@@ -136,7 +136,8 @@ class Job:
         compute: seconds of a step that exchanges nothing: forward, backward and a dense optimizer step.
         steps: real steps of the run.
         warmup: share of dense steps of 1-bit Adam and 1-bit LAMB, of steps up to the variance freeze for 0/1 Adam.
-        refresh_interval: 1-bit Adam's: compressed steps between two refreshes of the frozen variance; None: there are none.
+        refresh_interval: 1-bit Adam's: compressed steps between two refreshes of the frozen variance; None: there are none (those that
+            it makes of its own accord depend on the gradients and cannot be counted).
         refresh_steps: dense steps of such a refresh; None: 4.
         gradient_bytes: of a gradient element in the warm-up: 4, or 2 where parameters are 16-bit.
         hidden: share of ``compute`` behind which dense averaging hides (backward is two thirds, less its first bucket).

@@ -1,18 +1,21 @@
-"""The schedules of 0/1 Adam: when the variance is refreshed, when ranks synchronise, and what a checkpoint keeps of it."""
+"""The schedules: when 0/1 Adam and 1-bit Adam refresh, when ranks synchronise, and what a checkpoint keeps of it."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import oracle
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lightning_onebit.optim.policies import (
     IntervalPolicy,
     LearningRatePolicy,
+    ShrinkPolicy,
     VariancePolicy,
     make_sync_policy,
     replay_schedule,
@@ -94,6 +97,44 @@ def test_replay_counts_the_rounds_of_the_written_down_policies(
         refresh, sync = t_v(t), t_u(t, 1.0)
         theirs["dense" if refresh else "one_bit" if sync else "silent"] += 1
     assert ours == theirs
+
+
+# ----- 1-bit Adam's refreshes ----------------------------------------------------------------------------------------------------
+
+
+def shrinking(energies: Iterable[float]) -> ShrinkPolicy:
+    policy = ShrinkPolicy()
+    for energy in energies:
+        policy.record(energy)
+    return policy
+
+
+@given(st.lists(st.floats(0.5, 2.0), max_size=60), st.floats(1e-6, 1e6))
+def test_a_refresh_is_due_when_the_average_has_fallen_by_a_fifth(energies: list[float], unit: float) -> None:
+    weights = [0.95**k for k in range(len(energies))]
+    averages = [np.average(energies[: k + 1][::-1], weights=weights[: k + 1]) for k in range(len(energies))]
+    policy = shrinking(energies)
+    assert policy.average == pytest.approx(averages[-1] if averages else 0.0)
+    falls = averages[-1] / max(averages[19:]) if len(averages) >= 20 else 1.0
+    assume(abs(falls - 0.8) > 1e-9)
+    assert policy.due == (falls < 0.8)
+    assert shrinking(unit * energy for energy in energies).due == policy.due
+
+
+@pytest.mark.parametrize(("rate", "due"), [(1.0, False), (1.01, False), (0.99, True), (0.9, True), (0.0, True)])
+def test_only_what_shrinks_is_refreshed(rate: float, due: bool) -> None:
+    assert not shrinking(rate**k for k in range(20)).due, "too early to say"
+    assert shrinking(rate**k for k in range(60)).due == due
+    assert not shrinking([0.0] * 60).due
+
+
+@given(st.lists(st.floats(0.0, 1e3), max_size=40), st.integers(0, 40))
+def test_shrink_policy_continues_from_its_state(energies: list[float], cut: int) -> None:
+    second = ShrinkPolicy()
+    second.load_state_dict(shrinking(energies[:cut]).state_dict())
+    for energy in energies[cut:]:
+        second.record(energy)
+    assert second == shrinking(energies)
 
 
 @given(scaler=st.integers(1, 6), cut=st.integers(0, 60))

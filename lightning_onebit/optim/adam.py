@@ -229,8 +229,11 @@ class OnebitAdam(AdamMoments):
 
     def _watch(self) -> None:
         """Takes note of how large the last steps were, on all ranks alike, and lets a refresh begin when they have shrunk."""
+        energies = [self._momentum_energy(bucket).sum() for bucket in self._buckets()]
+        if not energies:  # no parameter has an element
+            return
         # summed in fp64 and rounded, so that the order of summation does not matter
-        energy = torch.stack([self._momentum_energy(bucket).sum() for bucket in self._buckets()]).sum().float()
+        energy = torch.stack(energies).sum().float()
         before, self._energy = self._energy, Download(energy)
         if before is not None:
             self._shrinking.record(before.read())
