@@ -115,7 +115,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of dense steps (%(default)s); 0/1 Adam: until the freeze",
     )
     model.add_argument(
-        "--refresh-interval", type=_whole(1), help="1-bit Adam's: compressed steps between refreshes (none; its own ones are not counted)"
+        "--refresh-interval",
+        type=_whole(1),
+        help="1-bit Adam's: compressed steps between refreshes (none; its own ones are not counted)",
     )
     model.add_argument("--refresh-steps", type=_whole(1), help="1-bit Adam's: dense steps of a refresh (4)")
     model.add_argument(

@@ -1631,12 +1631,12 @@ def test_refreshes_go_together_with_overlap() -> None:
 def test_a_refresh_lets_denominators_follow_gradients_that_shrink() -> None:
     """After the freeze gradients shrink tenfold: without refreshes denominators stay, with them they end close to the gradients."""
 
-    def denominators(**options: Any) -> Tensor:
+    def denominators(steps: int = 65, **options: Any) -> Tensor:
         p = torch.nn.Parameter(torch.zeros(64))
         optimizer = OnebitAdam(
             [p], lr=1e-3, betas=(0.9, 0.9), freeze_step=5, force_compression=True, block_size=32, **options
         )
-        for t in range(65):
+        for t in range(steps):
             p.grad = torch.full((64,), 1.0 if t < 5 else 0.1)
             optimizer.step()
         return 1 / optimizer.state_dict()["state"][0]["reciprocal_denominator"]
@@ -1644,8 +1644,8 @@ def test_a_refresh_lets_denominators_follow_gradients_that_shrink() -> None:
     torch.testing.assert_close(denominators(refresh_interval="never"), torch.ones(64))
     refreshed = denominators(refresh_interval=10, refresh_steps=2)
     assert ((refreshed > 0.09) & (refreshed < 0.11)).all()
-    alone = denominators()  # of its own accord, once it has seen 20 steps
-    assert ((alone > 0.09) & (alone < 0.2)).all()
+    alone = denominators(112)  # of its own accord, once it has seen 100 steps
+    assert ((alone > 0.09) & (alone < 0.11)).all()
 
 
 def test_thaw_within_a_refresh_goes_on_from_the_second_moments_learned_there() -> None:
@@ -1668,12 +1668,12 @@ FADING = {**REFRESHED, "refresh_interval": "auto", "betas": (0.9, 0.9), "block_s
 
 
 def fading_run(**options: Any) -> Run:
-    """Gradients shrink by a half in nine steps; one is broken, some are missing before the first refresh, and in it."""
-    missing = frozenset({(9, 0, 1), (9, -1, 3), *((t, -1, 1) for t in (36, 37, 38)), (37, 1, 2)})
-    # few elements: 80 steps of many would bring a sign that rounding decides
+    """Gradients shrink by a half in 34 steps; one is broken, some are missing before the first refresh, and in it."""
+    missing = frozenset({(9, 0, 1), (9, -1, 3), *((t, -1, 1) for t in (107, 108, 109)), (108, 1, 2)})
+    # few elements: 220 steps of many would bring a sign that rounding decides
     shapes = ((40, 3), (20,), (33,), (5, 2))
     broken = frozenset({(12, 1, 0)})
-    return Run(80, {**FADING, **options}, shapes, cold=32, missing=missing, broken=broken, seed=2, fade=0.925)
+    return Run(220, {**FADING, **options}, shapes, cold=32, missing=missing, broken=broken, seed=3, fade=0.98)
 
 
 @pytest.mark.parametrize("preconditioned", [True, False])
@@ -1684,7 +1684,7 @@ def test_refreshes_of_their_own_accord_follow_the_oracle(world: int, preconditio
     simulated = run.oracle(world)
     kinds = [[r.dense for r in result["records"] if not r.skipped] for result in results]
     assert kinds[0] == simulated.dense_steps and all(kind == kinds[0] for kind in kinds)
-    begun = [t for t in range(7, 79) if kinds[0][t] and not kinds[0][t - 1]]
+    begun = [t for t in range(7, 219) if kinds[0][t] and not kinds[0][t - 1]]
     assert len(begun) >= 2, "it has been refreshed twice"
     assert_follows(results, run, simulated)
 
@@ -1694,12 +1694,12 @@ def test_what_does_not_shrink_is_not_refreshed() -> None:
     steady = replace(fading_run(), fade=1.0)
     auto, never = (run_ranks(train, 2, replace(steady, options={**FADING, **o})) for o in ({}, NEVER))
     for a, b in zip(auto, never, strict=True):
-        assert [r.dense for r in a["records"]] == [t < 6 for t in range(80)]
+        assert [r.dense for r in a["records"]] == [t < 6 for t in range(220)]
         assert equal(a["x"], b["x"]) and equal(a["residuals"], b["residuals"])
 
 
 def fading_worker(rank: int, world: int, preconditioned: bool) -> Any:
-    """A run, and the same run continued in a new optimizer from every step from the 25th on; which of its steps were dense."""
+    """A run, and the same run continued in a new optimizer from every step from the 100th on; which of its steps were dense."""
     run = fading_run(preconditioned=preconditioned)
 
     def step(optimizer: OnebitAdam, params: list[torch.nn.Parameter], t: int) -> bool:
@@ -1711,8 +1711,8 @@ def fading_worker(rank: int, world: int, preconditioned: bool) -> Any:
     params = run.parameters()
     optimizer, kinds, equals = OnebitAdam(params, **run.options), [], []
     other: OnebitAdam | None = None
-    for t in range(50):
-        if t >= 25:  # one step by a new optimizer, and by the old one
+    for t in range(115):
+        if t >= 100:  # one step by a new optimizer, and by the old one
             copies = [torch.nn.Parameter(p.detach().clone()) for p in params]
             residuals = optimizer.residual_state_dict()
             other = OnebitAdam(copies, **run.options)
@@ -1733,8 +1733,8 @@ def fading_worker(rank: int, world: int, preconditioned: bool) -> Any:
 @pytest.mark.parametrize("preconditioned", [True, False])
 def test_a_run_resumed_anywhere_is_refreshed_when_the_other_is(preconditioned: bool) -> None:
     for kinds, equals in run_ranks(fading_worker, 2, preconditioned):
-        assert any(kinds[25:]) and not all(kinds[25:])
-        assert len(equals) == 25 and all(equals)
+        assert kinds[6:] == [False] * 101 + [True, True] + [False] * 6
+        assert len(equals) == 15 and all(equals)
 
 
 def test_a_refresh_of_a_fixed_interval_is_finished_by_one_that_watches_and_the_other_way_round() -> None:
@@ -1743,7 +1743,7 @@ def test_a_refresh_of_a_fixed_interval_is_finished_by_one_that_watches_and_the_o
     def steps(optimizer: OnebitAdam, p: torch.nn.Parameter, count: int, first: int = 0) -> list[bool]:
         kinds = []
         for t in range(first, first + count):
-            p.grad = torch.linspace(-1, 1, 64) * 0.9**t
+            p.grad = torch.linspace(-1, 1, 64) * 0.98**t
             optimizer.step()
             assert optimizer.ledger.last is not None
             kinds.append(optimizer.ledger.last.dense)
@@ -1765,7 +1765,7 @@ def test_a_refresh_of_a_fixed_interval_is_finished_by_one_that_watches_and_the_o
     t = 0
     while t < 6 or not steps(auto, q, 1, t)[0]:
         t += 1 if t >= 6 else len(steps(auto, q, 6))
-        assert t < 60
+        assert t < 160
     assert auto.next_step_is_dense and auto.phase is Phase.COMPRESSED
     assert steps(*resumed(auto, q, 5), 7, t + 1) == [True] + [False] * 5 + [True]
 

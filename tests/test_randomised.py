@@ -276,7 +276,7 @@ def kept(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
 @pytest.fixture(autouse=True, scope="module")
 def hasty() -> Iterator[None]:
     """Refreshes of their own accord that come within a few steps, where now and then an average falls a little."""
-    with mock.patch.object(ShrinkPolicy, "WINDOW", 2), mock.patch.object(ShrinkPolicy, "FALL", 0.999):
+    with mock.patch.multiple(ShrinkPolicy, WINDOW=2, FALL=0.999, LEAST=3):
         yield
 
 

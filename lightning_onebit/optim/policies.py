@@ -60,7 +60,8 @@ class ShrinkPolicy:
     Where gradients go on shrinking after the freeze, denominators stay as large as they were, and the momentum in units of them,
     which is what ranks exchange, shrinks too. All ranks hold the scales of what was exchanged, so each knows its energy (the sum
     of its squares) without asking. A refresh is due when that energy, as an average that forgets in ``WINDOW`` steps, has fallen below
-    ``FALL`` of the highest since the last refresh. Where it rises or stays, there is none. Not in the papers; what it is good for
+    ``FALL`` of the highest since the last refresh. Where it rises or stays, there is none; where it jumps up and down, one in
+    ``LEAST`` steps at most, so that dense steps never cost more than a few per cent of a run. Not in the papers; what it is good for
     is measured in docs/convergence.
 
     Attributes:
@@ -71,6 +72,7 @@ class ShrinkPolicy:
 
     WINDOW: ClassVar[int] = 20
     FALL: ClassVar[float] = 0.8
+    LEAST: ClassVar[int] = 100
 
     mean: float = 0.0
     seen: int = 0
@@ -91,7 +93,7 @@ class ShrinkPolicy:
     @property
     def due(self) -> bool:
         """Whether a refresh is."""
-        return self.average < self.FALL * self.highest
+        return self.seen >= self.LEAST and self.average < self.FALL * self.highest
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""

@@ -169,12 +169,13 @@ class Adam:
 
     @staticmethod
     def _shrunk(energies: Sequence[float]) -> bool:
-        """Whether the bias-corrected average (decay 0.95) of the energies is below 0.8 of the highest there was from the 20th on."""
+        """Whether the bias-corrected average (decay 0.95) of the energies is below 0.8 of the highest there was from the 20th on, which is
+        asked from the 100th on."""
         averages, mean = [], 0.0
         for k, energy in enumerate(energies, start=1):
             mean = 0.95 * mean + 0.05 * energy
             averages.append(mean / (1 - 0.95**k))
-        return len(averages) >= 20 and averages[-1] < 0.8 * max(averages[19:])
+        return len(averages) >= 100 and averages[-1] < 0.8 * max(averages[19:])
 
     def _norm(self, g: Gradients) -> float:
         """Norm of the averaged gradient in a dense step, ``G = sqrt((1/n) sum_i ||g_i||^2)`` where gradients are local."""
