@@ -90,3 +90,11 @@ def test_an_optimizer_holds_the_documented_bytes_per_parameter(
         if warm_up:
             # m and v, and the buckets that gradients are averaged in (where the gradients themselves then live: .grad is a view)
             assert warm_up <= 12 + SMALL
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_within_a_refresh_moments_are_held_beside_denominators(world: int) -> None:
+    """The most that 1-bit Adam ever holds: r 4, residual 4, m 4, v 4, server residual 4/n; and buckets of averaged gradients."""
+    options = {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 3}
+    for _, held, phase in run_ranks(memory_rank, world, "OnebitAdam", options, 6):
+        assert held == pytest.approx(20 + 4 / world, abs=SMALL), phase

@@ -1664,7 +1664,14 @@ def test_thaw_within_a_refresh_goes_on_from_the_second_moments_learned_there() -
     torch.testing.assert_close(v, torch.full((64,), (2 + 4 * 0.25) / 6), rtol=1e-2, atol=0.0)
 
 
-FADING = {**REFRESHED, "refresh_interval": "auto", "betas": (0.9, 0.9), "block_size": 64, "bucket_mb": 0.0005}
+FADING = {
+    **REFRESHED,
+    "weight_decay": 0.0,  # a factor that is rounded adds up over many steps
+    "refresh_interval": "auto",
+    "betas": (0.9, 0.9),
+    "block_size": 64,
+    "bucket_mb": 0.0005,
+}
 
 
 def fading_run(**options: Any) -> Run:
@@ -1733,7 +1740,7 @@ def fading_worker(rank: int, world: int, preconditioned: bool) -> Any:
 @pytest.mark.parametrize("preconditioned", [True, False])
 def test_a_run_resumed_anywhere_is_refreshed_when_the_other_is(preconditioned: bool) -> None:
     for kinds, equals in run_ranks(fading_worker, 2, preconditioned):
-        assert kinds[6:] == [False] * 101 + [True, True] + [False] * 6
+        assert kinds[6:] == [False] * 102 + [True, True] + [False] * 5  # one is skipped
         assert len(equals) == 15 and all(equals)
 
 
