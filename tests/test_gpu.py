@@ -29,6 +29,7 @@ from lightning_onebit.comm import ByteLedger, Topology, Transport, plan_buckets
 from lightning_onebit.comm.staging import CudaStager
 from lightning_onebit.kernels import KernelsUnavailable, Packed, get_backend
 from lightning_onebit.kernels.reference import ReferenceKernels
+from lightning_onebit.kernels.transfer import Download
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
@@ -51,6 +52,18 @@ def put(tensor: Tensor) -> Tensor:
 def busy(milliseconds: int = 200) -> None:
     """Keeps the current stream busy, so that whatever is queued next has not run when the host goes on."""
     torch.cuda._sleep(int(milliseconds * 1e6))  # cycles; the clock is between 1 and 2 GHz
+
+
+def test_a_number_on_its_way_to_the_host_is_not_waited_for() -> None:
+    value = torch.full((), 3.0, device=DEVICE)
+    torch.cuda.synchronize()
+    download = Download(value)
+    value.add_(1.0)  # behind the copy, in the order of the stream
+    busy()
+    end = torch.cuda.Event()
+    end.record()
+    assert download.read() == 3.0
+    assert not end.query(), "reading waited for what was queued later"
 
 
 # ----- kernels ------------------------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import PlanMismatch, StepRecord, plan_buckets
 from lightning_onebit.comm.transport import Pending
+from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim import OnebitAdam, Phase
 
 SHAPES = ((64, 33), (7,), (0,), (1,), (3, 2049), (4097,))
@@ -1694,6 +1695,13 @@ def test_refreshes_of_their_own_accord_follow_the_oracle(world: int, preconditio
     begun = [t for t in range(7, 219) if kinds[0][t] and not kinds[0][t - 1]]
     assert len(begun) >= 2, "it has been refreshed twice"
     assert_follows(results, run, simulated)
+
+
+def test_a_number_on_its_way_to_the_host_is_what_it_was() -> None:
+    value = torch.full((), 3.0)
+    download = Download(value)
+    value.add_(1.0)
+    assert download.read() == 3.0
 
 
 def test_what_does_not_shrink_is_not_refreshed() -> None:

@@ -37,11 +37,12 @@ class Download:
 
     def __init__(self, value: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
-        self._host = value.detach()
         if value.is_cuda:
             self._host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True).copy_(value, non_blocking=True)
             self._arrived = torch.cuda.Event()
             self._arrived.record(torch.cuda.current_stream(value.device))
+        else:
+            self._host = value.detach().clone()
 
     def read(self) -> float:
         """The number, once it has arrived."""
