@@ -800,7 +800,7 @@ class Row:
 
 
 def summarise(records: Iterable[dict[str, Any]]) -> list[Row]:
-    """One row per world, at the lr with the most seeds and, among those, the lowest loss."""
+    """One row per world, at the lr with the most seeds and, among those, the lowest loss; its twin at that which is best on its seeds."""
     worlds: dict[World, dict[float, dict[int, dict[str, Any]]]] = {}
     for record in records:
         options = tuple((name, value) for name, value in record["options"])
@@ -812,10 +812,24 @@ def summarise(records: Iterable[dict[str, Any]]) -> list[Row]:
             by_lr.items(), key=lambda item: (-len(item[1]), statistics.fmean(r["loss"] for r in item[1].values()))
         )
     rows = []
-    for world, (lr, by_seed) in sorted(best.items()):
+
+    def order(item: tuple[World, Any]) -> tuple[Any, ...]:
+        task, optimizer, options, workers, real = item[0]
+        # values of an option need not be of one type
+        return task, optimizer, [(name, repr(value)) for name, value in options], workers, real
+
+    for world, (lr, by_seed) in sorted(best.items(), key=order):
         task, optimizer, *_ = world
         shared = tuple(option for option in world[2] if option[0] == "max_coeff")  # LAMB's as well
-        _, twin = best.get((task, TWINS.get(optimizer, ""), shared, 1, False), (0.0, {}))
+        twin_world = (task, TWINS.get(optimizer, ""), shared, 1, False)
+        _, twin = best.get(twin_world, (0.0, {}))
+        # at the lr that is best for it on these very seeds, where it was run with all of them at more than one (a seed alone says
+        # nothing): its best lr differs between sets of seeds, and a row must not gain by that
+        rivals = [
+            runs for runs in worlds.get(twin_world, {}).values() if len(by_seed) > 1 and by_seed.keys() <= runs.keys()
+        ]
+        if rivals:
+            twin = min(rivals, key=lambda runs: statistics.fmean(runs[seed]["loss"] for seed in by_seed))
         gaps = [by_seed[s]["loss"] / twin[s]["loss"] - 1 for s in sorted(by_seed.keys() & twin.keys())]
         error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 and all(map(math.isfinite, gaps)) else None
         gap = statistics.fmean(gaps) if gaps else None
