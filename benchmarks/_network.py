@@ -164,13 +164,17 @@ class SlowNetwork:
         failed = None
         deadline = time.monotonic() + timeout
         try:
-            for host, process in enumerate(self._processes):
-                if process.wait(max(0.1, deadline - time.monotonic())) and failed is None:
-                    failed = f"host {host} ended with status {process.returncode}"
-        except subprocess.TimeoutExpired:
-            failed = f"not finished after {timeout:g} s"
+            while self._running():
+                if time.monotonic() > deadline:
+                    failed = f"not finished after {timeout:g} s"
+                    break
+                time.sleep(0.05)
+            else:
+                codes = enumerate(process.returncode for process in self._processes)
+                failed = next((f"host {host} ended with status {code}" for host, code in codes if code), None)
         finally:
-            self._kill()
+            with self._undisturbed():
+                self._kill()
             for file in files:
                 file.close()
         if failed:
@@ -179,6 +183,14 @@ class SlowNetwork:
                 for host in range(self.hosts)
             )
             raise RuntimeError(f"{failed}\n{tails}")
+
+    def _running(self) -> bool:
+        """Whether a host goes on.
+
+        Asked instead of waited for: ``Popen.wait(timeout)``, interrupted in an unlucky moment, keeps a lock that the next one waits for.
+        """
+        with self._undisturbed():
+            return any([process.poll() is None for process in self._processes])
 
     def _kill(self) -> None:
         for process in self._processes:

@@ -76,7 +76,10 @@ def test_a_run_that_is_ended_leaves_no_network_and_no_hosts(
         if not starting:
             assert len(namespaces()) == 3
             process.send_signal(number)
-        told = process.communicate(timeout=30)[0]
+        try:
+            told = process.communicate(timeout=30)[0]
+        finally:
+            process.kill()
     started, ended = re.findall(r"(\d+) started, (\d+) ended", told)[0]
     assert started == ended and (not starting or started == "1")
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
