@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit.comm import Bucket
+from lightning_onebit.comm import Bucket, Plan
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.arena import Phase
@@ -130,6 +131,7 @@ class OnebitAdam(AdamMoments):
         self._shrinking = ShrinkPolicy()
         self._energy: Download | None = None
         self._begun_after: int | None = None
+        self._lengths: tuple[Plan, Tensor] | None = None  # of all blocks of a plan, fp64
         # by bucket: the momentum before a refresh that is one step long
         self._momentum_before: list[Tensor | Packed] = []
         super().__init__(
@@ -229,12 +231,11 @@ class OnebitAdam(AdamMoments):
 
     def _watch(self) -> None:
         """Takes note of how large the last steps were, on all ranks alike, and lets a refresh begin when they have shrunk."""
-        energies = [self._momentum_energy(bucket).sum() for bucket in self._buckets()]
-        if not energies:  # no parameter has an element
+        buckets = self._buckets()
+        if not buckets:  # no parameter has an element
             return
         # summed in fp64 and rounded, so that the order of summation does not matter
-        energy = torch.stack(energies).sum().float()
-        before, self._energy = self._energy, Download(energy)
+        before, self._energy = self._energy, Download(self._exchanged_energy(buckets).float())
         if before is not None:
             self._shrinking.record(before.read())
         if self._shrinking.due:
@@ -245,6 +246,17 @@ class OnebitAdam(AdamMoments):
                 *(self._steps, 100 * (self._shrinking.average / self._shrinking.highest) ** 0.5),
                 *(self._unrefreshed, self.settings["refresh_steps"]),
             )
+
+    def _exchanged_energy(self, buckets: Sequence[Bucket]) -> Tensor:
+        """Sum of squares of the momentum as it travels, fp64 0-d; of all buckets at once where they are packed, as they mostly are."""
+        held = [self._held_momentum(bucket) for bucket in buckets]
+        scales = [momentum.scales.flatten() for momentum in held if isinstance(momentum, Packed)]
+        if len(scales) < len(held):
+            return torch.stack([self._momentum_energy(bucket).sum() for bucket in buckets]).sum()
+        plan = self._known_plan()
+        if self._lengths is None or self._lengths[0] is not plan:
+            self._lengths = plan, torch.cat([bucket.lengths for bucket in buckets]).double()
+        return torch.cat(scales).double().square_().dot(self._lengths[1])
 
     def _restore_momentum(self, learned: set[int]) -> None:
         """Gives who had no gradient in a refresh of one step its momentum back, which its change of form and back has rounded."""
