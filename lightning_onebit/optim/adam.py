@@ -60,7 +60,7 @@ class OnebitAdam(AdamMoments):
         preconditioned: compress the momentum divided by its denominators, so that every coordinate gets compression noise in
             proportion to the step it would take; False: the momentum itself, as published.
         refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
-            steps have become a tenth smaller, which happens where gradients go on shrinking after the freeze and nowhere else;
+            steps have become a tenth smaller, which they do where gradients go on shrinking after the freeze;
             ``"never"``: they stay as they froze, as published (docs/freeze). A refresh holds 8 bytes per parameter more while it lasts.
         refresh_steps: dense steps of a refresh, >= 1 (None: 4); between them they count for all steps since the last one.
         denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times their
