@@ -117,9 +117,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--refresh-interval",
         type=_whole(1),
-        help="1-bit Adam's: compressed steps between refreshes (none; its own ones are not counted)",
+        help="1-bit Adam's and 0/1 Adam's: steps between refreshes after the freeze (none; those that begin by themselves are not counted)",
     )
-    model.add_argument("--refresh-steps", type=_whole(1), help="1-bit Adam's: dense steps of a refresh (4)")
+    model.add_argument("--refresh-steps", type=_whole(1), help="dense steps of such a refresh (4)")
     model.add_argument(
         "--gradient-bytes",
         type=int,

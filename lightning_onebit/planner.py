@@ -22,10 +22,10 @@ from lightning_onebit.comm import (
     plan_buckets,
     ring_bytes,
 )
-from lightning_onebit.optim.adam import REFRESH_STEPS
 from lightning_onebit.optim.binsgdm import SERVERS
 from lightning_onebit.optim.options import check_choice, check_integer, check_number
 from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
+from lightning_onebit.optim.refresh import REFRESH_STEPS
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 #: what one can do without this library, by the bytes of a gradient element on the wire
@@ -136,8 +136,8 @@ class Job:
         compute: seconds of a step that exchanges nothing: forward, backward and a dense optimizer step.
         steps: real steps of the run.
         warmup: share of dense steps of 1-bit Adam and 1-bit LAMB, of steps up to the variance freeze for 0/1 Adam.
-        refresh_interval: 1-bit Adam's: compressed steps between two refreshes of the frozen variance; None: there are none (those that
-            it makes of its own accord depend on the gradients and cannot be counted).
+        refresh_interval: 1-bit Adam's and 0/1 Adam's: steps between two refreshes of the frozen variance; None: there are none (those that
+            begin by themselves depend on the gradients and cannot be counted).
         refresh_steps: dense steps of such a refresh; None: 4.
         gradient_bytes: of a gradient element in the warm-up: 4, or 2 where parameters are 16-bit.
         hidden: share of ``compute`` behind which dense averaging hides (backward is two thirds, less its first bucket).
@@ -466,22 +466,29 @@ def _rounds(job: Job, name: str) -> dict[str, float]:
     if name == "binsgdm":  # bitmaps of live coordinates are merged at t = 1, 2, 4, ...: exchanges like any other
         return {"dense": 0.0, "one_bit": job.steps + float(job.steps.bit_length()), "silent": 0.0}
     dense = round(job.warmup * job.steps)
+    span = job.refresh_steps or REFRESH_STEPS
     if name == "onebit_adam" and job.refresh_interval is not None:
-        span = job.refresh_steps or REFRESH_STEPS
         whole, rest = divmod(job.steps - dense, job.refresh_interval + span)
         dense += whole * span + max(0, rest - job.refresh_interval)
     if name != "zero_one_adam":
         return {"dense": float(dense), "one_bit": float(job.steps - dense), "silent": 0.0}
     scaler = job.local_step_scaler if job.local_step_scaler is not None else max(1, job.steps // 5)
-    return dict(_replayed(job.steps, dense, job.var_update_scaler, scaler, job.local_step_clipper))
+    clipper = job.local_step_clipper
+    return dict(_replayed(job.steps, dense, job.var_update_scaler, scaler, clipper, job.refresh_interval, span))
 
 
 @lru_cache(maxsize=64)
 def _replayed(
-    steps: int, freeze: int, refresh_scaler: int, local_scaler: int, clipper: int
+    steps: int, freeze: int, update_scaler: int, local_scaler: int, clipper: int, interval: int | None, span: int
 ) -> tuple[tuple[str, float], ...]:
-    policy = IntervalPolicy(clipper, scaler=local_scaler)
-    counts = replay_schedule(steps, var_freeze_step=freeze, var_update_scaler=refresh_scaler, policy=policy)
+    counts = replay_schedule(
+        steps,
+        var_freeze_step=freeze,
+        var_update_scaler=update_scaler,
+        policy=IntervalPolicy(clipper, scaler=local_scaler),
+        refresh_interval=interval,
+        refresh_steps=span,
+    )
     return tuple((kind, float(count)) for kind, count in counts.items())
 
 

@@ -114,10 +114,11 @@ class OnebitMixin(_Base):
         factor_min: see ``OnebitLamb``.
         factor_threshold: see ``OnebitLamb``.
         track_weight_norm: see ``OnebitLamb``.
-        preconditioned: compress the momentum divided by its denominators (``OnebitAdam``). None: True for 1-bit Adam, False for 0/1 Adam.
-        refresh_interval: 1-bit Adam: compressed steps between two refreshes of the frozen variance, ``"auto"`` (default) or ``"never"``,
-            see ``OnebitAdam``.
-        refresh_steps: 1-bit Adam: dense steps of a refresh.
+        preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
+            ``"frozen"`` for 0/1 Adam: from the variance freeze on.
+        refresh_interval: 1-bit Adam and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"`` (default) or
+            ``"never"``, see ``OnebitAdam``.
+        refresh_steps: 1-bit Adam and 0/1 Adam: dense steps of a refresh.
         var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.
@@ -182,7 +183,7 @@ class OnebitMixin(_Base):
         factor_min: float | None = None,
         factor_threshold: float | None = None,
         track_weight_norm: bool | None = None,
-        preconditioned: bool | None = None,
+        preconditioned: bool | str | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int | None = None,
         var_freeze_step: int | None = None,

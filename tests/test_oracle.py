@@ -284,7 +284,9 @@ def test_zero_one_adam_workers_part_in_local_steps_and_meet_at_synchronisations(
 
 def test_zero_one_adam_telescopes_in_parameter_space() -> None:
     """Without decay the weights moved by what was put into the exchanges, less what residuals still hold back, over a fixed denominator."""
-    ours = ZeroOneAdam(start(), 2, lr=0.01, var_freeze_step=2, local_step_scaler=2, local_step_clipper=4)
+    ours = ZeroOneAdam(
+        start(), 2, lr=0.01, var_freeze_step=2, local_step_scaler=2, local_step_clipper=4, preconditioned=False
+    )
     for t in range(2):
         ours.step(gradients(t, 2))
     x, put_in, exchange = ours.x[3].copy(), np.zeros(70), ours.exchange

@@ -1,4 +1,4 @@
-"""The schedules: when 0/1 Adam and 1-bit Adam refresh, when ranks synchronise, and what a checkpoint keeps of it."""
+"""The schedules: when second moments are refreshed, when ranks synchronise, and what a checkpoint keeps of it."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_replay_counts_the_rounds_of_the_written_down_policies(
     assert ours == theirs
 
 
-# ----- 1-bit Adam's refreshes ----------------------------------------------------------------------------------------------------
+# ----- refreshes of frozen moments ----------------------------------------------------------------------------------------------------
 
 
 def shrinking(energies: Iterable[float]) -> ShrinkPolicy:
@@ -120,15 +120,19 @@ def test_a_refresh_is_due_when_the_average_has_fallen_by_a_fifth(energies: list[
     assert policy.average == pytest.approx(averages[-1] if averages else 0.0)
     falls = averages[-1] / max(averages[19:]) if len(averages) >= 20 else 1.0
     assume(abs(falls - 0.8) > 1e-9)
-    assert policy.due == (falls < 0.8 and len(energies) >= 100)
-    assert shrinking(unit * energy for energy in energies).due == policy.due
+    for steps in (99, 100, 1000):
+        assert policy.due(steps) == (falls < 0.8 and steps >= 100)
+        assert shrinking(unit * energy for energy in energies).due(steps) == policy.due(steps)
 
 
 @pytest.mark.parametrize(("rate", "due"), [(1.0, False), (1.01, False), (0.99, True), (0.9, True), (0.0, True)])
 def test_only_what_shrinks_is_refreshed(rate: float, due: bool) -> None:
-    assert not shrinking(rate**k for k in range(99)).due, "too early"
-    assert shrinking(rate**k for k in range(100)).due == due
-    assert not shrinking([0.0] * 100).due
+    assert not shrinking(rate**k for k in range(99)).due(99), "too early"
+    assert shrinking(rate**k for k in range(100)).due(100) == due
+    # where not every step exchanges, 20 exchanges of a hundred steps and more will do
+    assert not shrinking(rate**k for k in range(19)).due(304) and not shrinking([]).due(304)
+    assert shrinking(rate ** (5 * k) for k in range(100)).due(500) == due
+    assert not shrinking([0.0] * 100).due(100)
 
 
 @given(st.lists(st.floats(0.0, 1e3), max_size=40), st.integers(0, 40))

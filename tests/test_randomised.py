@@ -125,7 +125,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}
         options |= {"overflow": draw(st.sampled_from(["keep", "drop"]))}
         options |= {"denominator_floor": draw(st.sampled_from([0.0, 0.5, 1.0]))}
-    if algorithm == "onebit_adam":
+    if algorithm in ("onebit_adam", "zero_one_adam"):
         # a run is too short for the policy's window: see `hasty`
         options["refresh_interval"] = interval = draw(st.sampled_from(["never", "auto", "auto", 1, 2, 4]))
         options["refresh_steps"] = None if interval == "never" else draw(st.integers(1, 3))
@@ -134,6 +134,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         options |= {"local_step_scaler": draw(st.integers(1, 3))}
         if (options.get("var_freeze_step") or STEPS) >= options["var_update_scaler"] + 3:
             options |= {"var_decay": draw(st.sampled_from(["refresh", "step"]))}
+        options |= {"preconditioned": draw(st.sampled_from(["frozen", True, False]))}
     rates = st.lists(st.sampled_from([0.0, 0.01, 0.01, 0.02]), min_size=len(groups), max_size=len(groups)).map(tuple)
     return Script(
         algorithm=algorithm,

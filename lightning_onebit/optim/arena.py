@@ -477,6 +477,13 @@ class ArenaOptimizer(torch.optim.Optimizer):
         count = bucket.blocks // ranks.ranks_per_node
         return ranks.local_rank * count, (ranks.local_rank + 1) * count
 
+    def _chunk_blocks(self, bucket: Bucket) -> tuple[int, int]:
+        """First and last (exclusive) block of a bucket that this rank reduces as a server."""
+        ranks = self._ranks()
+        count = bucket.blocks // ranks.size
+        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        return chunk * count, (chunk + 1) * count
+
     def _payload(self, bucket: Bucket, rows: int) -> Packed:
         count = bucket.blocks // self._ranks().size
         width = Packed.row_bytes(count, bucket.block_size)

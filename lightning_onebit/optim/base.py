@@ -714,10 +714,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
     def _server_side(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
         """What the server side of this rank's chunk of a bucket needs: lengths of the blocks and residual."""
-        ranks = self._ranks()
-        count = bucket.blocks // ranks.size
-        chunk = ranks.local_rank * ranks.nodes + ranks.node
-        return bucket.lengths[chunk * count : (chunk + 1) * count], self._server_residual_of(bucket)
+        return bucket.lengths[slice(*self._chunk_blocks(bucket))], self._server_residual_of(bucket)
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -751,13 +748,11 @@ class _Protected:
     def save(self) -> None:
         """Remembers what an exchange overwrites."""
         optimizer, bucket = self._optimizer, self._bucket
-        ranks = optimizer._ranks()
         lo, hi = optimizer._shard_blocks(bucket)
-        count = bucket.blocks // ranks.size
-        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        chunk = slice(*optimizer._chunk_blocks(bucket))
         for flat in optimizer._guarded(bucket):
             blocks = flat.view(-1, bucket.block_size)
-            mask = self._idle[lo:hi] if len(blocks) == hi - lo else self._idle[chunk * count : (chunk + 1) * count]
+            mask = self._idle[lo:hi] if len(blocks) == hi - lo else self._idle[chunk]
             self._saved.append((blocks, mask, blocks[mask]))
         self._old = optimizer._momentum[bucket.index] if optimizer._momentum else None
 

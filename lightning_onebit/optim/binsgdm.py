@@ -274,9 +274,8 @@ class BinSGDM(OnebitOptimizer):
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: votes on this rank's chunk, or unites the bitmaps."""
-        ranks = self._ranks()
-        count = bucket.blocks // ranks.size
-        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        first, last = self._chunk_blocks(bucket)
+        count = last - first
         rows = Packed(received, count, bucket.block_size, has_scales=False)
         if self._merging:
             united = rows.words[0].clone()
@@ -286,11 +285,11 @@ class BinSGDM(OnebitOptimizer):
         out = torch.empty((count, self._planes(), bucket.block_size // 32), dtype=torch.int32, device=self._device)
         self._kernels.vote(
             rows,
-            bucket.lengths[chunk * count : (chunk + 1) * count],
+            bucket.lengths[first:last],
             self.settings["server"],
             # drawn by the chunk's owner alone, so the rank is part of neither key nor result
             self._key(0, SERVER_STREAM),
-            bucket.first_block + chunk * count,
+            bucket.first_block + first,
             out,
             self._server_residual_of(bucket) if self._feeds_back else None,
         )
@@ -383,14 +382,13 @@ class BinSGDM(OnebitOptimizer):
 
     def _first_feedback(self) -> Tensor:
         """Uniform draws in (-1, 1): from zero, all coordinates whose votes cancel would go up and down together."""
-        ranks, size = self._ranks(), self.options.block_size
-        chunk = ranks.local_rank * ranks.nodes + ranks.node
+        size = self.options.block_size
         key = draw_key(self.settings["seed"], 0, 0, SERVER_STREAM, stratified=False)
         parts = [torch.zeros(0, device=self._device)]
         for bucket in self._buckets():
-            count = bucket.blocks // ranks.size
+            first, last = self._chunk_blocks(bucket)
             parts.append(
-                uniform(draw_hash(key, bucket.first_block + chunk * count, count, size, self._device)).flatten()
+                uniform(draw_hash(key, bucket.first_block + first, last - first, size, self._device)).flatten()
             )
         return torch.cat(parts)
 

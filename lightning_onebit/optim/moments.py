@@ -33,13 +33,15 @@ class AdamMoments(OnebitOptimizer):
             check_integer(name, settings.get(name), least=1, optional=True)
         check_flag("bias_correction", settings["bias_correction"])
         check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
-        # whether the momentum travels divided by its denominators, in the units of the step that it makes
-        self._preconditioned: bool = settings.get("preconditioned", False)
-        check_flag("preconditioned", self._preconditioned)
         # by parameter index: updates of a second moment that froze, or is refreshed now and then (0/1 Adam); without an entry
         # it has been updated at every step of its parameter
         self._variance_steps: dict[int, int] = {}
         super().__init__(params, defaults, options, settings)
+
+    @property
+    def _preconditioned(self) -> bool:
+        """Whether the momentum travels divided by its denominators now, in the units of the step that it makes."""
+        return self.settings.get("preconditioned") is True
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
         dense_adamw_(

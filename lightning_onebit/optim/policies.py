@@ -1,4 +1,4 @@
-"""Schedules: when 0/1 Adam refreshes its variance and when its ranks synchronise, when 1-bit Adam refreshes what it has frozen.
+"""Schedules: when 0/1 Adam refreshes its variance and when its ranks synchronise, when second moments are refreshed that have frozen.
 
 Objects with state, saved in checkpoints.
 """
@@ -55,7 +55,7 @@ class VariancePolicy:
 
 @dataclass
 class ShrinkPolicy:
-    """When 1-bit Adam's frozen second moments are to be refreshed: once its steps have become smaller.
+    """When frozen second moments are to be refreshed: once steps have become smaller.
 
     Where gradients go on shrinking after the freeze, denominators stay as large as they were, and the momentum in units of them,
     which is what ranks exchange, shrinks too. All ranks hold the scales of what was exchanged, so each knows its energy (the sum
@@ -79,7 +79,7 @@ class ShrinkPolicy:
     highest: float = 0.0
 
     def record(self, energy: float) -> None:
-        """Says how large a compressed step was, in any unit that does not change between refreshes."""
+        """Says how large the momentum was that an exchange brought, in any unit that does not change between refreshes."""
         self.mean += (energy - self.mean) / self.WINDOW
         self.seen += 1
         if self.seen >= self.WINDOW:
@@ -90,10 +90,9 @@ class ShrinkPolicy:
         """Of the energies, without bias; 0 before the first."""
         return self.mean / (1.0 - (1.0 - 1.0 / self.WINDOW) ** self.seen) if self.seen else 0.0
 
-    @property
-    def due(self) -> bool:
-        """Whether a refresh is."""
-        return self.seen >= self.LEAST and self.average < self.FALL * self.highest
+    def due(self, steps: int) -> bool:
+        """Whether a refresh is, that many steps after the freeze or the last one; where not every step exchanges, they exceed ``seen``."""
+        return steps >= self.LEAST and self.average < self.FALL * self.highest
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
@@ -207,20 +206,32 @@ def make_sync_policy(name: str, *, scaler: int, clipper: int) -> _SyncBase:
     return IntervalPolicy(clipper, scaler=scaler) if name == "interval" else LearningRatePolicy(clipper)
 
 
-def replay_schedule(steps: int, *, var_freeze_step: int, var_update_scaler: int, policy: SyncPolicy) -> dict[str, int]:
-    """Counts the rounds of a run without running it (constant lr).
+def replay_schedule(
+    steps: int,
+    *,
+    var_freeze_step: int,
+    var_update_scaler: int,
+    policy: SyncPolicy,
+    refresh_interval: int | None = None,
+    refresh_steps: int = 4,
+) -> dict[str, int]:
+    """Counts the rounds of a run of 0/1 Adam without running it (constant lr).
 
     Args:
         steps: real steps of the run.
         var_freeze_step: last step at which the variance may be refreshed.
         var_update_scaler: see ``VariancePolicy``.
         policy: synchronisation policy, fresh.
+        refresh_interval: steps between two refreshes of the frozen variance; None: there are none (those that begin by themselves
+            depend on the gradients).
+        refresh_steps: dense steps of such a refresh.
 
     Returns:
         ``{"dense": refreshes, "one_bit": one-bit rounds, "silent": steps without a data round}``.
     """
     variance = VariancePolicy(var_update_scaler)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}
+    unrefreshed = 0  # steps since the freeze or the last refresh
     for step in range(1, steps + 1):
         if step <= var_freeze_step:
             if variance.due(step):
@@ -231,7 +242,14 @@ def replay_schedule(steps: int, *, var_freeze_step: int, var_update_scaler: int,
             if step == var_freeze_step:
                 policy.start(step, 1.0)
             continue
-        due = policy.due(step, 1.0)
+        unrefreshed += 1
+        if refresh_interval is not None and unrefreshed > refresh_interval:
+            counts["dense"] += 1
+            if unrefreshed == refresh_interval + refresh_steps:
+                unrefreshed = 0
+                policy.start(step, 1.0)
+            continue
+        due = policy.due(step, 1.0) or unrefreshed == refresh_interval
         policy.record(due)
         counts["one_bit" if due else "silent"] += 1
     return counts

@@ -15,16 +15,16 @@ from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Coefficients, Phase
-from lightning_onebit.optim.moments import AdamMoments
-from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
+from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy, make_sync_policy
+from lightning_onebit.optim.refresh import RefreshingAdam
 
 log = logging.getLogger("lightning_onebit")
 
 VARIANCE_DECAYS = ("refresh", "step")
 
 
-class ZeroOneAdam(AdamMoments):
+class ZeroOneAdam(RefreshingAdam):
     r"""0/1 Adam: one-bit rounds from the start, a variance refreshed ever more rarely, then local steps.
 
     With ``lr_t = lr / (1-b1^t)``::
@@ -37,8 +37,12 @@ class ZeroOneAdam(AdamMoments):
         ... a synchronisation:  ubar = exchange(u_i) ; m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u
         = S = 0
 
-    With ``preconditioned=True`` what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the very change of
-    the weights, ``exchange(lr_t*(b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/D)``, and ``m = ubar*D/lr_t`` or ``ubar*D/S``.
+    Where it is ``preconditioned``, what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the very change
+    of the weights, ``exchange(lr_t*(b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/D)``, and ``m = ubar*D/lr_t`` or ``ubar*D/S``. By
+    default that is so from the variance freeze on.
+
+    Where steps become smaller after the freeze, ranks synchronise, a few dense steps refresh the variance (``refresh_interval``), and
+    local steps begin anew.
 
     Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
 
@@ -56,9 +60,9 @@ class ZeroOneAdam(AdamMoments):
         weight_decay: decoupled weight decay.
         var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
         var_update_scaler: refreshes after which the gap between refreshes doubles.
-        var_decay: what the second beta counts. ``"refresh"``, as published: refreshes, so that v is an average in which the first,
-            close ones weigh as much as the late, rare ones. ``"step"``: a refresh stands for all steps since the last one,
-            ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples.
+        var_decay: what the second beta counts before the freeze. ``"step"`` (None): a refresh stands for all steps since the last one,
+            ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples. ``"refresh"``, as published:
+            refreshes, so that v is an average in which the first, close ones weigh as much as the late, rare ones.
         local_step_scaler: steps after which the gap between synchronisations doubles (policy ``"interval"``).
         local_step_clipper: largest gap between synchronisations; 1: no local steps, and no memory for them.
         local_step_policy: ``"interval"``, or ``"learning_rate"`` (the gap doubles each time lr has halved since the
@@ -67,8 +71,12 @@ class ZeroOneAdam(AdamMoments):
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
         denominator_floor: see ``OnebitAdam``.
-        preconditioned: compress updates divided by their denominators, see ``OnebitAdam``. Off by default: it made some tasks
-            better and others worse (docs/convergence).
+        preconditioned: compress updates divided by their denominators, see ``OnebitAdam``: from the variance freeze on
+            (``"frozen"``), when denominators are those of many gradients; from the first one-bit round on (True); never (False, as
+            published).
+        refresh_interval: steps between two refreshes of the frozen variance, >= 1; ``"auto"``: refreshed whenever steps have become a
+            tenth smaller; ``"never"``, as published. See ``OnebitAdam``.
+        refresh_steps: dense steps of a refresh, see ``OnebitAdam``.
         process_group: see ``OnebitAdam``.
         force_compression: see ``OnebitAdam``.
         bucket_mb: see ``OnebitAdam``.
@@ -101,7 +109,7 @@ class ZeroOneAdam(AdamMoments):
         *,
         var_freeze_step: int | None = None,
         var_update_scaler: int = 16,
-        var_decay: str = "refresh",
+        var_decay: str | None = None,
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
         local_step_policy: str = "interval",
@@ -109,7 +117,9 @@ class ZeroOneAdam(AdamMoments):
         block_size: int = 2048,
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
-        preconditioned: bool = False,
+        preconditioned: bool | str = "frozen",
+        refresh_interval: int | str = "auto",
+        refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float = 16.0,
@@ -120,10 +130,11 @@ class ZeroOneAdam(AdamMoments):
     ) -> None:
         check_integer("var_freeze_step", var_freeze_step, least=1, optional=True)
         check_integer("var_update_scaler", var_update_scaler, least=1)
-        check_choice("var_decay", var_decay, VARIANCE_DECAYS)
-        if var_decay == "step" and var_freeze_step is not None and var_freeze_step < var_update_scaler + 3:
+        if var_decay is not None:
+            check_choice("var_decay", var_decay, VARIANCE_DECAYS)
+        if var_decay is not None and var_freeze_step is not None and var_freeze_step < var_update_scaler + 3:
             raise ValueError(
-                f"var_decay='step' has no effect with var_freeze_step={var_freeze_step}: with var_update_scaler={var_update_scaler} "
+                f"var_decay={var_decay!r} has no effect with var_freeze_step={var_freeze_step}: with var_update_scaler={var_update_scaler} "
                 f"the first refresh that skips a step is step {var_update_scaler + 3}; leave it out, or freeze later"
             )
         check_choice("local_step_policy", local_step_policy, LOCAL_STEP_POLICIES)
@@ -131,6 +142,10 @@ class ZeroOneAdam(AdamMoments):
             raise ValueError(
                 f"local_step_scaler={local_step_scaler} has no effect with local_step_policy={local_step_policy!r}; leave it out"
             )
+        if isinstance(preconditioned, str) and preconditioned != "frozen":
+            raise ValueError(f"preconditioned={preconditioned!r} is unknown; choose 'frozen', True or False")
+        if not isinstance(preconditioned, str):
+            check_flag("preconditioned", preconditioned)
         self.variance_policy = VariancePolicy(var_update_scaler)
         self.sync_policy = make_sync_policy(local_step_policy, scaler=local_step_scaler, clipper=local_step_clipper)
         # by slot: sum of lr_t since the last synchronisation, and that (or the lr_t) of the last exchange
@@ -142,6 +157,8 @@ class ZeroOneAdam(AdamMoments):
         self._interrupted: tuple[int, list[float]] | None = None
         # by parameter index: this rank's own weights while the shared model is shown in their place
         self._hidden: dict[int, Tensor] = {}
+        # scales that the last exchange brought, as the momentum's, and the lengths of their blocks (0 where a parameter took no part)
+        self._brought: list[tuple[Tensor, Tensor]] = []
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -161,8 +178,10 @@ class ZeroOneAdam(AdamMoments):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
+                "refresh_interval": refresh_interval,
+                "refresh_steps": refresh_steps,
                 "var_update_scaler": var_update_scaler,
-                "var_decay": var_decay,
+                "var_decay": var_decay or "step",
                 "local_step_scaler": local_step_scaler,
                 "local_step_clipper": local_step_clipper,
                 "local_step_policy": local_step_policy,
@@ -202,6 +221,7 @@ class ZeroOneAdam(AdamMoments):
         self._exchange_local()
         self._publish([i for i in self._slots if self._active[i]])
         self._record_round(synchronised=True)
+        self._brought = []  # a step's alone counts
         self.ledger.settle()
 
     @contextmanager
@@ -254,7 +274,7 @@ class ZeroOneAdam(AdamMoments):
     # ----- schedule ---------------------------------------------------------------------------------------------------
 
     def _wants_dense(self) -> bool:
-        if self._phase is Phase.WARMUP and self.variance_policy.due(self._steps + 1):
+        if (self._phase is Phase.WARMUP and self.variance_policy.due(self._steps + 1)) or self._refresh_due():
             return True
         # at lr = 0 a one-bit round has no units to be sent in
         return all(g["lr"] == 0 for g in self.param_groups if g["compress"]) and not any(self._travelled)
@@ -263,18 +283,36 @@ class ZeroOneAdam(AdamMoments):
         return float(self.param_groups[0]["lr"])
 
     def _may_be_dense(self) -> bool:
-        return True  # refreshes before the freeze, and steps at lr = 0 after it
-
-    def _advance(self) -> None:
-        if self._phase is Phase.WARMUP and self.freeze_step is not None and self._steps >= self.freeze_step:
-            self._freeze_now()
+        return True  # refreshes, and steps at lr = 0
 
     def _freeze_now(self) -> None:
+        converts = self.settings["preconditioned"] == "frozen" and self.compresses and self._plan is not None
+        if converts:
+            self._hold_momentum_flat()  # in the units in which it has travelled so far
         self._phase = Phase.LOCAL
         self._decision = None
         self.sync_policy.start(self._steps, self._schedule_lr())
         if self.compresses and self._plan is not None:
             self._start_compression()
+        if converts:
+            self._precondition_residuals()
+
+    def _precondition_residuals(self) -> None:
+        """From updates before they are divided by their denominators to changes of weights."""
+        r = self._flat["r"]
+        for bucket in self._buckets():
+            parts = (
+                (self._residual_of(bucket), self._shard_blocks),
+                (self._server_residual_of(bucket), self._chunk_blocks),
+            )
+            for residual, blocks_of in parts:
+                first, last = (bucket.first_block + block for block in blocks_of(bucket))
+                residual.mul_(r[first * bucket.block_size : last * bucket.block_size])
+
+    @property
+    def _preconditioned(self) -> bool:
+        chosen = self.settings["preconditioned"]
+        return self._phase is Phase.LOCAL if chosen == "frozen" else chosen is True
 
     # ----- dense rounds -----------------------------------------------------------------------------------------------
 
@@ -284,7 +322,11 @@ class ZeroOneAdam(AdamMoments):
             return
         step = self._steps + 1
         planned = [i for i in active if i in self._slot_of]
-        if self.next_step_is_dense:
+        if self._refresh_due():
+            self._refresh(planned)
+            self._anchored = False
+            self._record_round(synchronised=True)
+        elif self.next_step_is_dense:
             self._hold_momentum_flat()
             if self._phase is Phase.WARMUP and self.variance_policy.due(step):
                 super()._step_dense(planned)
@@ -366,6 +408,23 @@ class ZeroOneAdam(AdamMoments):
             )
             self._prepare_one_bit()
 
+    # ----- refreshes after the freeze ---------------------------------------------------------------------------------
+
+    @property
+    def _refreshing(self) -> bool:
+        return self._phase is Phase.LOCAL and super()._refreshing
+
+    def _end_refresh(self) -> None:
+        """See the base; local steps begin anew."""
+        super()._end_refresh()
+        self.sync_policy.start(self._steps, self._schedule_lr())
+
+    def _exchanged_energy(self) -> Tensor | None:
+        brought, self._brought = self._brought, []
+        if not brought:
+            return None
+        return torch.cat([s for s, _ in brought]).square_().dot(torch.cat([lengths for _, lengths in brought]))
+
     # ----- one-bit rounds and local steps -----------------------------------------------------------------------------
 
     def _step_compressed(self) -> None:
@@ -375,7 +434,9 @@ class ZeroOneAdam(AdamMoments):
             self._active[i] = self._active[i] and (self._group(i)["lr"] > 0 or self._travelled[slot] > 0)
         step, lr = self._steps + 1, self._schedule_lr()
         local = self._phase is Phase.LOCAL and (self.sync_policy.since > 0 or self.sync_policy.gap(step, lr) > 1)
-        synchronised = not local or self.sync_policy.due(step, lr)
+        # (a refresh begins where replicas are equal)
+        synchronised = not local or self.sync_policy.due(step, lr) or self._refresh_within(1)
+        self._brought = []
         if local:
             self._local_round(synchronised)
         else:
@@ -492,6 +553,16 @@ class ZeroOneAdam(AdamMoments):
                 self._units[slot] = unit
         factors = self._by_block("units", bucket, lambda i: 1.0 / unit_of(i) if unit_of(i) > 0 else 1.0)
         packed.scales.mul_(factors.view(packed.rows, packed.blocks_per_row))
+        if self._phase is Phase.LOCAL and self.settings["refresh_interval"] == "auto":
+            self._brought.append((packed.scales.flatten().double(), self._moved_lengths(bucket)))
+
+    def _moved_lengths(self, bucket: Bucket) -> Tensor:
+        """Lengths of the blocks of parameters that take part in an exchange, 0 for the others; fp64 ``(blocks,)``."""
+        lengths = bucket.lengths.double()
+        if not all(self._active[self._slots[slot]] for slot in bucket.members):
+            idle = upload([not self._active[i] for i in self._slots], self._device)[bucket.block_param]
+            lengths[idle] = 0.0
+        return lengths
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
         """See the base; after local steps the momentum stays an fp32 arena."""
@@ -509,6 +580,18 @@ class ZeroOneAdam(AdamMoments):
         """See the base; the weights that are shown are those the state belongs to."""
         self._hidden = {}
         super().load_state_dict(state_dict)
+
+    @torch.no_grad()
+    def load_residual_state_dict(self, state: dict[str, Any]) -> None:
+        """See the base; residuals of before the freeze are converted where this run has frozen at that very step."""
+        converts = (
+            self.settings["preconditioned"] == "frozen"
+            and self._preconditioned
+            and not state.get("preconditioned", False)
+        )
+        super().load_residual_state_dict({**state, "preconditioned": True} if converts else state)
+        if converts and self._worker_residual is not None:
+            self._precondition_residuals()
 
     def _shared_master(self, index: int) -> Tensor:
         if self.mid_local and index in self._slot_of:

@@ -23,6 +23,16 @@ from oracle.common import (
 )
 
 
+def shrunk(energies: Sequence[float], steps: int) -> bool:
+    """Whether the bias-corrected average (decay 0.95) of the energies is below 0.8 of the highest there was from the 20th on, which is
+    asked from the 100th step on."""
+    averages, mean = [], 0.0
+    for k, energy in enumerate(energies, start=1):
+        mean = 0.95 * mean + 0.05 * energy
+        averages.append(mean / (1 - 0.95**k))
+    return steps >= 100 and len(averages) >= 20 and averages[-1] < 0.8 * max(averages[19:])
+
+
 class Adam:
     """n workers of 1-bit Adam.
 
@@ -155,7 +165,7 @@ class Adam:
                 self._new_denominators()
         elif self.refresh_interval == "auto":
             self.energies.append(self._energy())
-            if self._shrunk(self.energies[:-1]):  # a step counts when the next has been made
+            if shrunk(self.energies[:-1], self.since - 1):  # a step counts when the next has been made
                 self.interval = self.since
 
     def _energy(self) -> float:
@@ -166,16 +176,6 @@ class Adam:
                 D = (self.v_D[l], self.k_D[l], self.b2, self.eps, self.bias_correction)
                 energy += squared_norm([step_over(self.m[l], *D) if self.preconditioned else self.m[l]])
         return energy
-
-    @staticmethod
-    def _shrunk(energies: Sequence[float]) -> bool:
-        """Whether the bias-corrected average (decay 0.95) of the energies is below 0.8 of the highest there was from the 20th on, which is
-        asked from the 100th on."""
-        averages, mean = [], 0.0
-        for k, energy in enumerate(energies, start=1):
-            mean = 0.95 * mean + 0.05 * energy
-            averages.append(mean / (1 - 0.95**k))
-        return len(averages) >= 100 and averages[-1] < 0.8 * max(averages[19:])
 
     def _norm(self, g: Gradients) -> float:
         """Norm of the averaged gradient in a dense step, ``G = sqrt((1/n) sum_i ||g_i||^2)`` where gradients are local."""

@@ -8,8 +8,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from oracle.adam import shrunk
 from oracle.blocks import Array, Exchange, node_means
-from oracle.common import Gradients, finite, flatten, floored, present, step_over, times_denominator, zero_if_missing
+from oracle.common import (
+    Gradients,
+    finite,
+    flatten,
+    floored,
+    present,
+    squared_norm,
+    step_over,
+    times_denominator,
+    zero_if_missing,
+)
 
 
 class VariancePolicy:
@@ -62,6 +73,11 @@ class SyncPolicy:
             return True
         return False
 
+    def restart(self, t: int, lr: float) -> None:
+        """Gaps grow anew from step t on."""
+        self.var_freeze_step = self.last = t
+        self.lr_at_freeze = lr
+
 
 class ZeroOneAdam:
     """n workers of 0/1 Adam; arguments as ``oracle.adam.Adam`` and the two policies.
@@ -91,11 +107,13 @@ class ZeroOneAdam:
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
         local_step_policy: str = "interval",
-        var_decay: str = "refresh",
+        var_decay: str = "step",
         bias_correction: bool = True,
         block_size: int = 2048,
         phi: float = 0.1,
-        preconditioned: bool = False,
+        preconditioned: bool | str = "frozen",
+        refresh_interval: int | str = "auto",
+        refresh_steps: int = 4,
         ranks_per_node: int = 1,
     ) -> None:
         start = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -117,7 +135,14 @@ class ZeroOneAdam:
         self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
         self.steps = self.skipped = 0
         self.compressed_once = False
-        self.kinds: list[str] = []  # what each step was: "refresh", "dense", "compressed", "sync" or "local"
+        self.kinds: list[str] = []  # what each step was: "refresh", "dense", "compressed", "sync", "local" or "relearn"
+        # after the freeze: what the denominators are made of, v and its updates then or at the end of the last "relearn" steps; steps
+        # since; how many of them there are before the next "relearn" steps; what synchronisations brought
+        self.frozen: tuple[list[Array], list[int]] | None = None
+        self.since, self.refresh_interval, self.refresh_steps = 0, refresh_interval, refresh_steps
+        self.interval: int | None = refresh_interval if isinstance(refresh_interval, int) else None
+        self.energies: list[float] = []
+        self.pending: float | None = None
 
     @property
     def x(self) -> list[Array]:
@@ -137,9 +162,21 @@ class ZeroOneAdam:
         g = flatten(g)
         self.steps += 1
         refresh = self.T_v(self.steps)
-        sync = self.T_u(self.steps, self.lr)
         local_stage = self.steps > self.var_freeze_step
-        if refresh:
+        if local_stage and self.frozen is None:
+            self._freeze()
+        due = local_stage and self.interval is not None and self.since >= self.interval
+        relearn = due and self.T_u.last == self.steps - 1  # where workers are equal
+        if relearn and self.since == self.interval:
+            self.v = [v.copy() for v in self.frozen[0]]
+        sync = relearn or self.T_u(self.steps, self.lr)
+        if local_stage and self.interval is not None and self.since + 1 >= self.interval:
+            sync = True
+        if sync:
+            self.T_u.last = self.steps
+        if relearn:
+            kind = "relearn"
+        elif refresh:
             kind = "refresh"
         elif local_stage:
             kind = "sync" if sync else "local"
@@ -152,25 +189,61 @@ class ZeroOneAdam:
             self.compressed_once = True
         self.kinds.append(kind)
         for l in range(len(self.v)):
-            if local_stage or present(g, l):
+            if (local_stage and not relearn) or present(g, l):
                 self.t[l] += 1
                 getattr(self, "_" + kind)(l, zero_if_missing(g, l, self.v[l].size))
         if refresh:
             self.refreshed = self.steps
+        if local_stage and (relearn or not due):
+            self._count_frozen(kind)
+
+    def _freeze(self) -> None:
+        """Denominators stay from here on; with "frozen", what travels and what is owed is the change of the weights."""
+        self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
+        if self.preconditioned == "frozen":
+            for l in range(len(self.v)):
+                for residual in (*self.exchange.e, self.exchange.d):
+                    residual[l] = step_over(residual[l], *self._D(l))
+
+    def _count_frozen(self, kind: str) -> None:
+        self.since += 1
+        if self.interval is not None:
+            if self.since >= self.interval + self.refresh_steps:
+                self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
+                self.since, self.energies, self.pending = 0, [], None
+                self.interval = self.refresh_interval if isinstance(self.refresh_interval, int) else None
+                self.T_u.restart(self.steps, self.lr)
+        elif self.refresh_interval == "auto":
+            if self.pending is not None:  # what a synchronisation brought counts when the next step has been made
+                self.energies.append(self.pending)
+            self.pending = None
+            if kind == "sync":
+                self.pending = sum(
+                    squared_norm([step_over(m, *self._D(l)) if self.preconditioned else m])
+                    for l, m in enumerate(self.m)
+                )
+            if shrunk(self.energies, self.since - 1):  # a step alone follows where workers differ
+                self.interval = self.since + (kind == "local")
+
+    def _D(self, l: int) -> tuple[Array, int, float, float, bool]:
+        """What denominators are made of: from the first compressed step on floored, in a refresh too, for m holds noise then."""
+        if self.frozen is not None:
+            vd, k = self.frozen[0][l], self.frozen[1][l]
+        else:
+            vd, k = floored(self.v[l], self.phi) if self.compressed_once else self.v[l], self.k[l]
+        return vd, k, self.b2, self.eps, self.bias_correction
 
     def _lr_t(self, l: int) -> float:
         return self.lr / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.lr  # lr_t = lr/(1-b1^t)
 
     def _over_denominator(self, l: int, update: Array) -> Array:
-        # from the first compressed step on every denominator is floored, that of a refresh too: m holds noise then
-        vd = floored(self.v[l], self.phi) if self.compressed_once else self.v[l]
-        return step_over(update, vd, self.k[l], self.b2, self.eps, self.bias_correction)
+        return step_over(update, *self._D(l))
 
     def _exchanged(self, l: int, c: Sequence[Array]) -> Array:
         """``exchange(c_i)``, or ``exchange(c_i/D)*D``, where what travels is the change of the weights."""
-        if not self.preconditioned:
+        if not self.preconditioned or (self.preconditioned == "frozen" and self.frozen is None):
             return self.exchange(l, c)
-        D = (floored(self.v[l], self.phi), self.k[l], self.b2, self.eps, self.bias_correction)
+        D = self._D(l)
         return times_denominator(self.exchange(l, [step_over(a, *D) for a in c]), *D)
 
     def _set_all(self, l: int, m: Array, x: Array) -> None:
@@ -186,6 +259,16 @@ class ZeroOneAdam:
         self.v[l] = self.b2**times * self.v[l] + (1 - self.b2**times) * mean**2
         self.k[l] += times
         # x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
+        self._set_all(l, m, x - self.lr * self.wd * x - self._over_denominator(l, self._lr_t(l) * m))
+
+    def _relearn(self, l: int, g: Sequence[Array]) -> None:
+        x, mean = self.xs[0][l], np.mean(g, axis=0)
+        m = self.b1 * self.ms[0][l] + (1 - self.b1) * mean
+        # the steps of a refresh count for all since the last one between them
+        times = 1 + self.interval // self.refresh_steps
+        self.v[l] = self.b2**times * self.v[l] + (1 - self.b2**times) * mean**2
+        self.k[l] += times
+        # weights move by the denominators that there were
         self._set_all(l, m, x - self.lr * self.wd * x - self._over_denominator(l, self._lr_t(l) * m))
 
     def _dense(self, l: int, g: Sequence[Array]) -> None:
