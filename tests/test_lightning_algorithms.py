@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -80,25 +81,40 @@ def test_every_algorithm_trains_replicas_that_everybody_sees_equal(
         assert (result["intra"] > 0) == (ranks_per_node is not None)
 
 
-def refreshing_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+REFRESHING = {
+    "onebit_adam": {"freeze_step": 2, "refresh_interval": 3, "refresh_steps": 2},
+    # two steps of a variance, a synchronisation, a step alone, a synchronisation that comes for the refresh
+    "zero_one_adam": {
+        "var_freeze_step": 2,
+        "local_step_scaler": 1,
+        "local_step_clipper": 4,
+        "refresh_interval": 3,
+        "refresh_steps": 2,
+    },
+}
+
+
+def refreshing_rank(rank: int, world: int, folder: str, algorithm: str) -> dict[str, Any]:
     """Plain AdamW, converted, with accumulation and clipping; saved in the middle of a refresh and continued from there."""
     pl = enter(rank)
 
     def adamw(module: Any) -> Any:
         return torch.optim.AdamW(module.parameters(), lr=1e-2)
 
-    found: dict[str, Any] = {"dense": [], "different": []}
+    found: dict[str, Any] = {"dense": [], "different": [], "alone": 0}
 
     def on_train_batch_end(module: Any, *_: Any) -> None:
         (optimizer,) = module.trainer.strategy.onebit_optimizers
         if optimizer.steps > len(found["dense"]):
             found["dense"].append(optimizer.ledger.last.dense)
-            found["different"] += same_on_all_ranks(dict(module.net.named_parameters()))
+            found["alone"] += optimizer.mid_local
+            with optimizer.consensus() if algorithm == "zero_one_adam" else nullcontext():
+                found["different"] += same_on_all_ranks(dict(module.net.named_parameters()))
 
     ends = []
     for ckpt_path in (None, f"{folder}/step=6.ckpt"):
         found["dense"] = found["dense"][:6]
-        strategy = strategy_class()("onebit_adam", block_size=64, freeze_step=2, refresh_interval=3, refresh_steps=2)
+        strategy = strategy_class()(algorithm, block_size=64, **REFRESHING[algorithm])
         module = make_module(pl, adamw, norm_net, on_train_batch_end=on_train_batch_end)
         trainer = quiet_trainer(
             *(pl, strategy),
@@ -116,8 +132,10 @@ def refreshing_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     return {**found, "resumed": differing(*ends)}
 
 
-def test_refreshes_with_the_trainer_and_a_resume_in_the_middle_of_one(tmp_path: Any) -> None:
-    for result in run_ranks(refreshing_rank, 2, str(tmp_path)):
+@pytest.mark.parametrize("algorithm", REFRESHING)
+def test_refreshes_with_the_trainer_and_a_resume_in_the_middle_of_one(tmp_path: Any, algorithm: str) -> None:
+    for result in run_ranks(refreshing_rank, 2, str(tmp_path), algorithm):
+        assert (result["alone"] > 0) == (algorithm == "zero_one_adam")
         assert result["dense"] == [True] * 2 + [False] * 3 + [True] * 2 + [False] * 3 + [True]
         assert result["different"] == [] and result["resumed"] == []
 
@@ -179,7 +197,8 @@ def looking_rank(rank: int, world: int, looks: bool, accumulate: int, average: b
         from lightning.pytorch.callbacks import EMAWeightAveraging
 
         callbacks.append(EMAWeightAveraging(decay=0.5))
-    strategy = strategy_class()("zero_one_adam", block_size=64, **LOCAL)
+    # momenta are compressed: steps would have one size in a whole block, which hides where ranks have gone
+    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, **LOCAL)
     kwargs = {"val_check_interval": 2 * accumulate, "accumulate_grad_batches": accumulate} if looks else {}
     kwargs.setdefault("accumulate_grad_batches", accumulate)
     _trainer, module = fit(

@@ -93,8 +93,19 @@ def test_an_optimizer_holds_the_documented_bytes_per_parameter(
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_within_a_refresh_moments_are_held_beside_denominators(world: int) -> None:
-    """The most that 1-bit Adam ever holds: r 4, residual 4, m 4, v 4, server residual 4/n; and buckets of averaged gradients."""
-    options = {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 3}
-    for _, held, phase in run_ranks(memory_rank, world, "OnebitAdam", options, 6):
-        assert held == pytest.approx(20 + 4 / world, abs=SMALL), phase
+@pytest.mark.parametrize(
+    ("algorithm", "options", "steps", "most"),
+    [
+        # r 4, residual 4, m 4, v 4; and buckets of averaged gradients 4
+        ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2}, 6, 20),
+        # after local steps, whose accumulated update and anchor are given back
+        ("ZeroOneAdam", {**LOCAL, "refresh_interval": 3}, 7, 20),
+        ("ZeroOneAdam", {**LOCAL, "local_step_clipper": 1, "refresh_interval": 3}, 7, 20),
+    ],
+)
+def test_within_a_refresh_moments_are_held_beside_denominators(
+    world: int, algorithm: str, options: dict[str, Any], steps: int, most: int
+) -> None:
+    """The most that these ever hold, beside the server residual, 4/n."""
+    for _, held, phase in run_ranks(memory_rank, world, algorithm, {**options, "refresh_steps": 3}, steps):
+        assert held == pytest.approx(most + 4 / world, abs=SMALL), phase

@@ -16,6 +16,8 @@ from optim_support import CLASSES
 
 from lightning_onebit.comm import Collective, SimulatedGroup, SimulatedWorld, exchange_collectives, ring_bytes
 from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
+from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 from lightning_onebit.planner import (
     ADAMW_BYTES,
     DENSE,
@@ -178,6 +180,31 @@ def test_refreshes_are_counted_as_the_optimizer_makes_them(interval: int, steps:
     job = replace(BERT, steps=30, warmup=0.2, **options)  # type: ignore[arg-type]
     assert predict(NETWORK, job, "onebit_adam").dense_share == optimizer.ledger.dense_steps / 30
     assert predict(NETWORK, job, "onebit_lamb").dense_share == 0.2
+
+
+@pytest.mark.parametrize(("interval", "steps"), [(None, None), (7, 2), (11, None), (20, 3)])
+def test_refreshes_of_0_1_adam_are_counted_as_the_optimizer_makes_them(interval: int | None, steps: int | None) -> None:
+    """With synchronisations that come early for them, and gaps that grow anew."""
+    p = torch.nn.Parameter(torch.zeros(40))
+    schedule = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
+    options = {"refresh_interval": interval or "never", "refresh_steps": steps}
+    optimizer = ZeroOneAdam([p], force_compression=True, block_size=32, **schedule, **options)  # type: ignore[arg-type]
+    counts = {"dense": 0, "one_bit": 0, "silent": 0}
+    for _ in range(60):
+        p.grad = torch.ones(40)
+        optimizer.step()
+        last = optimizer.ledger.last
+        assert last is not None
+        counts["dense" if last.dense else "silent" if optimizer.mid_local else "one_bit"] += 1
+    policy = IntervalPolicy(4, scaler=4)
+    span = {} if steps is None else {"refresh_steps": steps}
+    found = replay_schedule(
+        60, var_freeze_step=8, var_update_scaler=2, policy=policy, refresh_interval=interval, **span
+    )
+    assert found == counts and counts["silent"] > 5
+    job = replace(BERT, steps=60, warmup=8 / 60, var_update_scaler=2, local_step_scaler=4, local_step_clipper=4)
+    job = replace(job, refresh_interval=interval, refresh_steps=steps)
+    assert predict(NETWORK, job, "zero_one_adam").dense_share == counts["dense"] / 60
 
 
 def test_a_run_that_is_all_warm_up_is_a_dense_run() -> None:

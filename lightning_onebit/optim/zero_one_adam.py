@@ -323,6 +323,8 @@ class ZeroOneAdam(RefreshingAdam):
         step = self._steps + 1
         planned = [i for i in active if i in self._slot_of]
         if self._refresh_due():
+            for name in ("u", "anchor"):  # replicas are equal, and synchronise at every step at first
+                self._flat.pop(name, None)
             self._refresh(planned)
             self._anchored = False
             self._record_round(synchronised=True)
