@@ -159,7 +159,7 @@ def test_a_group_at_lr_zero_is_left_alone_and_joins_later() -> None:
 
 # ----- refreshes after the freeze ------------------------------------------------------------------------------------------------
 
-#: synchronisations at 9 to 12, 14 and, early, 15, after which steps 16 and 17 refresh; then the same again
+#: synchronisations at 9 to 12, 14 and, early, 15, after which steps 16 and 17 refresh; then again at 25 and 26
 REFRESHED = {**SCHEDULE, "refresh_interval": 7, "refresh_steps": 2}
 #: gradients shrink by a half in 34 steps: refreshes begin by themselves, with gaps of 1, 2 and 4
 FADING = {
@@ -185,7 +185,7 @@ def fading(seed: int = 3, **options: Any) -> Problem:
 @pytest.mark.parametrize("policy", ["interval", "learning_rate"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_refreshes_after_the_freeze_follow_the_oracle(world: int, policy: str, preconditioned: bool | str) -> None:
-    """Twice, each after a synchronisation that comes early for it; gaps grow anew. Gradients are missing in the first."""
+    """Twice, each after a synchronisation that comes early for it; gaps take back a doubling. Gradients are missing in the first."""
     schedule = {"refresh_interval": 7, "refresh_steps": 2, "preconditioned": preconditioned}
     missing = frozenset({(15, 0, 1), (15, -1, 4), (16, -1, 1)})
     by_lr = policy == "learning_rate"
@@ -197,20 +197,13 @@ def test_refreshes_after_the_freeze_follow_the_oracle(world: int, policy: str, p
     )
     simulated, seen = simulate(made, world)
     after = simulated.kinds[8:]
-    if by_lr:  # lr halves at steps 11 and 17
-        assert (
-            after
-            == ["sync"] * 2
-            + ["local", "sync"] * 2
-            + ["sync"]
-            + ["relearn"] * 2
-            + ["sync"] * 7
-            + ["relearn"] * 2
-            + ["sync"] * 4
-        )
-    else:
-        block = ["sync"] * 4 + ["local", "sync", "sync"] + ["relearn"] * 2
-        assert after == [*block, *block, *["sync"] * 4]
+    first = ["sync"] * 4 + ["local", "sync", "sync"]
+    if by_lr:  # lr halves at steps 11 and 17; the second refresh finds it as it was
+        first = ["sync"] * 2 + ["local", "sync"] * 2 + ["sync"]
+        second, third = ["local", "sync"] * 3 + ["sync"], ["sync"] * 4
+    else:  # a doubling less, then one more
+        second, third = ["local", "sync"] + ["local"] * 3 + ["sync"] * 2, ["local"] * 3 + ["sync"]
+    assert simulated.kinds[8:] == first + ["relearn"] * 2 + second + ["relearn"] * 2 + third
     results = run_world(train, world, made)
     assert_follows(results, made, simulated, seen)
     for l, (v, k) in enumerate(zip(*simulated.frozen, strict=True)):
@@ -321,7 +314,9 @@ def test_a_step_alone_is_synchronised_before_a_refresh_that_another_interval_mak
 
     first, second = run_world(lambda *args: list(cut(*args)), 2)
     assert [dense for dense, *_ in first] == [False, True, True, False, False, False, True, True, False, False, False]
-    assert not any(local for _, local, _ in first) and equal([x for *_, x in first], [x for *_, x in second])
+    assert not any(first[t][1] for t in (0, 1, 2, 5, 6, 7))
+    for (_, local, ours), (*_, theirs) in zip(first, second, strict=True):
+        assert local or equal(ours, theirs)
 
 
 def test_residuals_of_before_the_freeze_are_converted_where_a_run_resumes_with_an_earlier_one() -> None:

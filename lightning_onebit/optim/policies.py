@@ -114,6 +114,10 @@ class SyncPolicy(Protocol):
         """Says that the variance froze after ``step``, at learning rate ``lr``."""
         ...
 
+    def step_back(self, step: int, lr: float) -> None:
+        """Says that the variance was refreshed by dense steps, of which ``step`` was the last: the gap is halved, or grows later."""
+        ...
+
     def due(self, step: int, lr: float) -> bool:
         """Whether ``step`` synchronises."""
         ...
@@ -137,8 +141,8 @@ class _SyncBase:
 
     Attributes:
         clipper: largest gap (``local_step_clipper``).
-        frozen_at: last step before the local steps.
-        frozen_lr: learning rate then.
+        frozen_at: last step before the local steps, later by ``scaler`` with every refresh since.
+        frozen_lr: learning rate then, half of it with every refresh since.
         since: steps since the last synchronisation.
     """
 
@@ -152,6 +156,9 @@ class _SyncBase:
 
     def start(self, step: int, lr: float) -> None:
         self.frozen_at, self.frozen_lr, self.since = step, lr, 0
+
+    def step_back(self, step: int, lr: float) -> None:
+        raise AssertionError("abstract")
 
     def due(self, step: int, lr: float) -> bool:
         return self.since + 1 >= self.gap(step, lr)
@@ -176,6 +183,10 @@ class IntervalPolicy(_SyncBase):
 
     scaler: int = 32768
 
+    def step_back(self, step: int, lr: float) -> None:
+        """A doubling less than there would be, or none at all so far."""
+        self.frozen_at, self.since = min(step, self.frozen_at + self.scaler), 0
+
     def gap(self, step: int, lr: float) -> int:
         """See the class."""
         doublings = max(0, step - self.frozen_at - 1) // self.scaler
@@ -185,6 +196,10 @@ class IntervalPolicy(_SyncBase):
 @dataclass
 class LearningRatePolicy(_SyncBase):
     """The gap doubles each time lr has halved since the freeze: ``gap = min(clipper, 2**floor(log2(frozen_lr / lr)))``, at least 1."""
+
+    def step_back(self, step: int, lr: float) -> None:
+        """A doubling less than there would be, or none at all so far."""
+        self.frozen_lr, self.since = max(lr, self.frozen_lr / 2), 0
 
     def gap(self, step: int, lr: float) -> int:
         """See the class; an lr of 0 gives the largest gap."""
@@ -247,7 +262,7 @@ def replay_schedule(
             counts["dense"] += 1
             if unrefreshed == refresh_interval + refresh_steps:
                 unrefreshed = 0
-                policy.start(step, 1.0)
+                policy.step_back(step, 1.0)
             continue
         due = policy.due(step, 1.0) or unrefreshed == refresh_interval
         policy.record(due)

@@ -42,7 +42,7 @@ class ZeroOneAdam(RefreshingAdam):
     default that is so from the variance freeze on.
 
     Where steps become smaller after the freeze, ranks synchronise, a few dense steps refresh the variance (``refresh_interval``), and
-    local steps begin anew.
+    the gap between synchronisations takes back a doubling.
 
     Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
 
@@ -323,7 +323,7 @@ class ZeroOneAdam(RefreshingAdam):
         step = self._steps + 1
         planned = [i for i in active if i in self._slot_of]
         if self._refresh_due():
-            for name in ("u", "anchor"):  # replicas are equal, and synchronise at every step at first
+            for name in ("u", "anchor"):  # replicas are equal
                 self._flat.pop(name, None)
             self._refresh(planned)
             self._anchored = False
@@ -417,9 +417,9 @@ class ZeroOneAdam(RefreshingAdam):
         return self._phase is Phase.LOCAL and super()._refreshing
 
     def _end_refresh(self) -> None:
-        """See the base; local steps begin anew."""
+        """See the base; the gap between synchronisations takes back a doubling."""
         super()._end_refresh()
-        self.sync_policy.start(self._steps, self._schedule_lr())
+        self.sync_policy.step_back(self._steps, self._schedule_lr())
 
     def _exchanged_energy(self) -> Tensor | None:
         brought, self._brought = self._brought, []

@@ -73,10 +73,12 @@ class SyncPolicy:
             return True
         return False
 
-    def restart(self, t: int, lr: float) -> None:
-        """Gaps grow anew from step t on."""
-        self.var_freeze_step = self.last = t
-        self.lr_at_freeze = lr
+    def step_back(self, t: int, lr: float) -> None:
+        """After step t the gap has one doubling less than it would have, or none."""
+        self.last = t
+        self.var_freeze_step = min(t, self.var_freeze_step + self.scaler)
+        if self.lr_at_freeze is not None:
+            self.lr_at_freeze = max(lr, self.lr_at_freeze / 2)
 
 
 class ZeroOneAdam:
@@ -212,7 +214,7 @@ class ZeroOneAdam:
                 self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
                 self.since, self.energies, self.pending = 0, [], None
                 self.interval = self.refresh_interval if isinstance(self.refresh_interval, int) else None
-                self.T_u.restart(self.steps, self.lr)
+                self.T_u.step_back(self.steps, self.lr)
         elif self.refresh_interval == "auto":
             if self.pending is not None:  # what a synchronisation brought counts when the next step has been made
                 self.energies.append(self.pending)
