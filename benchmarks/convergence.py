@@ -564,12 +564,17 @@ HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
 FROZEN_RATIOS: Options = (("track_weight_norm", False),)  # 1-bit LAMB as published
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
-# 1-bit Adam as published keeps what has frozen, and compresses the momentum itself; 0/1 Adam can compress steps
+# 1-bit Adam as published keeps what has frozen, and compresses the momentum itself
 FROZEN: Options = (("refresh_interval", "never"),)
 MOMENTUM: Options = (("preconditioned", False), *FROZEN)
-STEPS: Options = (("preconditioned", True),)
-# 0/1 Adam with all that helps where gradients go on shrinking: a variance over time, refreshed to the end, and no local steps therefore
-OVER_TIME: Options = (*STEPS, ("var_decay", "step"), ("var_freeze_step", 1200))
+# so does 0/1 Adam, whose variance is an average of refreshes; and the same with steps compressed from the start
+PAPERS_ZERO_ONE: Options = (*MOMENTUM, ("var_decay", "refresh"))
+STEPS: Options = (("preconditioned", True), *FROZEN, ("var_decay", "refresh"))
+# 0/1 Adam with its variance refreshed to the end of the run, hence without local steps: as an average of refreshes, and over time
+TO_THE_END: Options = (("preconditioned", True), ("var_decay", "refresh"), ("var_freeze_step", 1200))
+OVER_TIME: Options = (("preconditioned", True), ("var_freeze_step", 1200))
+# 0/1 Adam whose refreshes before the freeze grow rarer after 64 of them in the place of 16
+DENSER: Options = (("var_update_scaler", 64),)
 # 1-bit Adam whose frozen variance is refreshed by 4 dense steps now and then
 REFRESHES, SHORT_REFRESHES = (("refresh_interval", 100),), (("refresh_interval", 40),)
 
@@ -600,8 +605,8 @@ def studies() -> dict[str, list[Chain]]:
             Chain("text", "onebit_adam", 4, variants=floors[1:], also=(two, four, sixteen, sixty_four)),
             Chain(
                 *("text", "zero_one_adam", 4),
-                variants=floors[1:],
-                also=((2, True, (0,)), four, sixteen, (64, False, tuple(range(9)))),
+                seeds=NINE_SEEDS,
+                also=((2, True, (0,)), four, (16, False, NINE_SEEDS), (64, False, NINE_SEEDS)),
             ),
             Chain("text", "binsgdm", 4, start=8, refine=False, also=(two, four, sixteen)),
             Chain("text", "binsgdm", 64, start=10, refine=False),
@@ -641,7 +646,8 @@ def studies() -> dict[str, list[Chain]]:
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
                 also_rungs=(0, 1),
             ),
-            digits("zero_one_adam", refine=True, seeds=MANY_SEEDS),
+            digits("zero_one_adam", refine=True, seeds=MOST_SEEDS, also=((4, False, MOST_SEEDS),), also_rungs=(0, 1)),
+            digits("zero_one_adam", options=DENSER, seeds=MOST_SEEDS, also=((4, False, MOST_SEEDS),), also_rungs=(0, 1)),
             digits("lamb", 1, seeds=MANY_SEEDS),
             digits("onebit_lamb", seeds=MANY_SEEDS),
             digits("onebit_lamb", options=FROZEN_RATIOS),
@@ -673,8 +679,6 @@ def studies() -> dict[str, list[Chain]]:
                 seeds=MANY_SEEDS,
                 variants=((("freeze_step", 480), *FROZEN),),
             ),
-            digits("zero_one_adam", variants=((("local_step_clipper", 1),),)),
-            digits("zero_one_adam", seeds=MANY_SEEDS, variants=((("var_freeze_step", 1200),),)),
             # each guard of BinSGDM alone taken away
             digits("binsgdm", refine=True, seeds=SEEDS, variants=UNGUARDED),
             Chain("text", "binsgdm", 4, start=8, refine=False, variants=UNGUARDED),
@@ -700,16 +704,26 @@ def studies() -> dict[str, list[Chain]]:
             digits("onebit_adam", options=MOMENTUM, seeds=MANY_SEEDS, variants=((("freeze_step", 480), *MOMENTUM),)),
             digits("onebit_adam", options=MOMENTUM, refine=True, seeds=MANY_SEEDS),
         ],
-        # 0/1 Adam by 1-bit Adam's rule
-        "preconditioned": [
+        # 0/1 Adam by the paper's rules, and with one thing changed
+        "zero_one": [
+            Chain(
+                *("text", "zero_one_adam", 4, PAPERS_ZERO_ONE),
+                variants=tuple((*floor, *PAPERS_ZERO_ONE) for floor in floors[1:]),
+                also=((2, True, (0,)), four, sixteen, (64, False, NINE_SEEDS)),
+            ),
+            digits("zero_one_adam", options=PAPERS_ZERO_ONE, refine=True, seeds=MANY_SEEDS),
+            digits(
+                *("zero_one_adam", 4, 8, PAPERS_ZERO_ONE),
+                seeds=MOST_SEEDS,
+                variants=(
+                    (("local_step_clipper", 1), *PAPERS_ZERO_ONE),
+                    (("preconditioned", False), ("var_decay", "refresh"), ("var_freeze_step", 1200)),
+                ),
+            ),
             Chain("text", "zero_one_adam", 4, STEPS, start=8, also=((2, True, (0,)), four, sixteen, sixty_four)),
             digits("zero_one_adam", options=STEPS, refine=True, seeds=MANY_SEEDS),
             # the variance refreshed to the end, as an average of refreshes and of steps, at one lr
-            digits(
-                *("zero_one_adam", 4, 8, STEPS),
-                seeds=MOST_SEEDS,
-                variants=((*STEPS, ("var_freeze_step", 1200)), OVER_TIME),
-            ),
+            digits("zero_one_adam", options=OVER_TIME, seeds=MOST_SEEDS, variants=(TO_THE_END,)),
             digits("zero_one_adam", options=OVER_TIME, refine=True, seeds=MANY_SEEDS),
         ],
         # residuals in half the memory, at the lr of whole ones

@@ -196,7 +196,6 @@ def test_refreshes_after_the_freeze_follow_the_oracle(world: int, policy: str, p
         missing=missing,
     )
     simulated, seen = simulate(made, world)
-    after = simulated.kinds[8:]
     first = ["sync"] * 4 + ["local", "sync", "sync"]
     if by_lr:  # lr halves at steps 11 and 17; the second refresh finds it as it was
         first = ["sync"] * 2 + ["local", "sync"] * 2 + ["sync"]
