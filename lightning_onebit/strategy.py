@@ -115,7 +115,7 @@ class OnebitMixin(_Base):
         factor_threshold: see ``OnebitLamb``.
         track_weight_norm: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
-            ``"frozen"`` for 0/1 Adam: from the variance freeze on.
+            ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
         refresh_interval: 1-bit Adam and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"`` (default) or
             ``"never"``, see ``OnebitAdam``.
         refresh_steps: 1-bit Adam and 0/1 Adam: dense steps of a refresh.

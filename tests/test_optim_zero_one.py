@@ -181,7 +181,7 @@ def fading(seed: int = 3, **options: Any) -> Problem:
     return dataclasses.replace(made, steps=260)
 
 
-@pytest.mark.parametrize("preconditioned", ["frozen", True, False])
+@pytest.mark.parametrize("preconditioned", ["auto", True, False])
 @pytest.mark.parametrize("policy", ["interval", "learning_rate"])
 @pytest.mark.parametrize("world", [2, 3])
 def test_refreshes_after_the_freeze_follow_the_oracle(world: int, policy: str, preconditioned: bool | str) -> None:
@@ -211,7 +211,7 @@ def test_refreshes_after_the_freeze_follow_the_oracle(world: int, policy: str, p
             np.testing.assert_allclose(r, 1 / (np.sqrt(v / (1 - 0.999**k)) + 1e-8), rtol=1e-5)
 
 
-@pytest.mark.parametrize(("preconditioned", "seed"), [("frozen", 2), (False, 1)])
+@pytest.mark.parametrize(("preconditioned", "seed"), [("auto", 2), (False, 1)])
 @pytest.mark.parametrize("world", [2, 3])
 def test_refreshes_begin_by_themselves_as_the_oracle_says(world: int, preconditioned: bool | str, seed: int) -> None:
     made = fading(seed, preconditioned=preconditioned)
@@ -269,7 +269,7 @@ def resumed_everywhere(group: Any, rank: int, world: int, made: Problem, first: 
     return kinds, equals, local
 
 
-@pytest.mark.parametrize("preconditioned", ["frozen", True, False])
+@pytest.mark.parametrize("preconditioned", ["auto", True, False])
 def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted(preconditioned: bool | str) -> None:
     """Bit for bit: before and after the freeze, in local steps, before a synchronisation that comes early, and in a refresh."""
     made = problem(options={**REFRESHED, "preconditioned": preconditioned}, lrs=None)
@@ -345,6 +345,75 @@ def test_residuals_of_before_the_freeze_are_converted_where_a_run_resumes_with_a
         assert phase == other == Phase.LOCAL
         assert ours["preconditioned"] and float(ours["tensors"]["worker_residual"].abs().max()) > 0
         assert equal(ours, theirs)
+
+
+# ----- when steps are compressed -------------------------------------------------------------------------------------------------
+
+#: the 32nd refresh is step 47; steps 48, 50 to 52 and 54 to 56 are one-bit rounds after it, step 57 is the first after the freeze
+SETTLING = {**SCHEDULE, "var_update_scaler": 16, "var_freeze_step": 56}
+
+
+def settling(**options: Any) -> Problem:
+    shapes = ((40, 3), (20,), (33,), (5, 2))  # (see fading)
+    missing = frozenset({(46, 0, 1), (47, -1, 2), (49, 1, 0)})
+    made = problem(
+        options={**SETTLING, **options},
+        lrs=None,
+        shapes=shapes,
+        cold=32,
+        seed=4,
+        missing=missing,
+        broken=frozenset({(48, 1, 0)}),
+    )
+    return dataclasses.replace(made, steps=74)
+
+
+@pytest.mark.parametrize("bias_correction", [True, False])
+@pytest.mark.parametrize("world", [2, 3])
+def test_steps_are_compressed_from_the_32nd_refresh_on_as_the_oracle_says(world: int, bias_correction: bool) -> None:
+    made = dataclasses.replace(settling(bias_correction=bias_correction), broken=frozenset())
+    simulated, seen = simulate(made, world)
+    assert simulated.kinds[46:50] == ["refresh", "compressed", "refresh", "compressed"]
+    assert simulated.kinds[55:57] == ["compressed", "sync"] and simulated.kinds.count("local") > 4
+    assert_follows(run_world(train, world, made), made, simulated, seen)
+
+
+def test_a_run_resumed_around_the_32nd_refresh_is_the_run_that_was_not_interrupted() -> None:
+    for kinds, equals, _ in run_world(resumed_everywhere, 2, settling(), 44, 62):
+        # (48 is skipped, and its refresh made at 49)
+        assert [t for t in range(44, 57) if kinds[t]] == [44, 46, 48, 49, 53]
+        assert equals == [True] * 18
+
+
+def test_what_ranks_owe_changes_its_units_at_the_32nd_refresh_and_not_again_at_the_freeze() -> None:
+    """A run whose variance has settled before it freezes goes on from the freeze with the residuals it had."""
+    made = settling()
+
+    def owed(group: Any, rank: int, world: int) -> Any:
+        params = made.parameters()
+        optimizer: ZeroOneAdam = made.build(params, process_group=group)
+        kept = []
+        for t in range(58):
+            made.put(params, t, rank)
+            optimizer.step()
+            state = optimizer.residual_state_dict()
+            r = optimizer._flat["r"].clone() if "r" in optimizer._flat else None
+            worker = state["tensors"].get("worker_residual")
+            kept.append((state.get("preconditioned", False), None if worker is None else worker.clone(), r))
+        return kept
+
+    for kept in run_world(owed, 2):
+        assert [units for units, *_ in kept] == [False] * 46 + [True] * 12
+        (_, before, _), (_, after, r) = kept[45], kept[46]
+        assert float(before.abs().max()) > 0 and equal(after, before * r)
+
+
+def test_a_variance_that_settles_before_the_first_one_bit_round_is_as_if_steps_had_always_been_compressed() -> None:
+    options = {"var_update_scaler": 40, "var_freeze_step": 60}
+    auto, always = (run_world(train, 2, settling(**options, preconditioned=kind)) for kind in ("auto", True))
+    assert any(not record.dense for record in auto[0]["records"][:60])
+    for ours, theirs in zip(auto, always, strict=True):
+        assert equal(ours["trajectory"], theirs["trajectory"]) and equal(ours["residuals"], theirs["residuals"])
 
 
 # ----- what replicas share -------------------------------------------------------------------------------------------------------
@@ -600,7 +669,7 @@ def test_a_group_that_joins_between_one_bit_rounds_costs_the_others_nothing_but_
         ),
         ({"var_decay": "refresh", "var_freeze_step": 18}, ValueError, "var_decay='refresh' has no effect"),
         ({"var_decay": "step", "var_freeze_step": 0}, ValueError, "var_freeze_step=0"),
-        ({"preconditioned": "always"}, ValueError, "preconditioned='always' is unknown.*'frozen'.*True or False"),
+        ({"preconditioned": "always"}, ValueError, "preconditioned='always' is unknown.*'auto'.*True or False"),
         ({"preconditioned": 1}, TypeError, "preconditioned=1"),
         ({"refresh_interval": 0}, ValueError, "refresh_interval=0"),
         ({"refresh_interval": "never", "refresh_steps": 2}, ValueError, "refresh_steps=2 has no effect"),

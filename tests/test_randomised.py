@@ -134,7 +134,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         options |= {"local_step_scaler": draw(st.integers(1, 3))}
         if (options.get("var_freeze_step") or STEPS) >= options["var_update_scaler"] + 3:
             options |= {"var_decay": draw(st.sampled_from(["refresh", "step"]))}
-        options |= {"preconditioned": draw(st.sampled_from(["frozen", True, False]))}
+        options |= {"preconditioned": draw(st.sampled_from(["auto", True, False]))}
     rates = st.lists(st.sampled_from([0.0, 0.01, 0.01, 0.02]), min_size=len(groups), max_size=len(groups)).map(tuple)
     return Script(
         algorithm=algorithm,

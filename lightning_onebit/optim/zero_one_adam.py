@@ -22,6 +22,8 @@ from lightning_onebit.optim.refresh import RefreshingAdam
 log = logging.getLogger("lightning_onebit")
 
 VARIANCE_DECAYS = ("refresh", "step")
+#: refreshes of the variance after which steps are compressed by default, if it has not frozen before
+SETTLED_REFRESHES = 32
 
 
 class ZeroOneAdam(RefreshingAdam):
@@ -39,7 +41,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     Where it is ``preconditioned``, what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the very change
     of the weights, ``exchange(lr_t*(b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/D)``, and ``m = ubar*D/lr_t`` or ``ubar*D/S``. By
-    default that is so from the variance freeze on.
+    default that is so once the variance has frozen or been refreshed 32 times.
 
     Where steps become smaller after the freeze, ranks synchronise, a few dense steps refresh the variance (``refresh_interval``), and
     the gap between synchronisations takes back a doubling.
@@ -71,9 +73,9 @@ class ZeroOneAdam(RefreshingAdam):
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
         denominator_floor: see ``OnebitAdam``.
-        preconditioned: compress updates divided by their denominators, see ``OnebitAdam``: from the variance freeze on
-            (``"frozen"``), when denominators are those of many gradients; from the first one-bit round on (True); never (False, as
-            published).
+        preconditioned: compress updates divided by their denominators, see ``OnebitAdam``: from the 32nd refresh of the variance or
+            its freeze on (``"auto"``), when denominators are those of many gradients; from the first one-bit round on (True); never
+            (False, as published).
         refresh_interval: steps between two refreshes of the frozen variance, >= 1; ``"auto"``: refreshed whenever steps have become a
             tenth smaller; ``"never"``, as published. See ``OnebitAdam``.
         refresh_steps: dense steps of a refresh, see ``OnebitAdam``.
@@ -117,7 +119,7 @@ class ZeroOneAdam(RefreshingAdam):
         block_size: int = 2048,
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
-        preconditioned: bool | str = "frozen",
+        preconditioned: bool | str = "auto",
         refresh_interval: int | str = "auto",
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -142,8 +144,8 @@ class ZeroOneAdam(RefreshingAdam):
             raise ValueError(
                 f"local_step_scaler={local_step_scaler} has no effect with local_step_policy={local_step_policy!r}; leave it out"
             )
-        if isinstance(preconditioned, str) and preconditioned != "frozen":
-            raise ValueError(f"preconditioned={preconditioned!r} is unknown; choose 'frozen', True or False")
+        if isinstance(preconditioned, str) and preconditioned != "auto":
+            raise ValueError(f"preconditioned={preconditioned!r} is unknown; choose 'auto', True or False")
         if not isinstance(preconditioned, str):
             check_flag("preconditioned", preconditioned)
         self.variance_policy = VariancePolicy(var_update_scaler)
@@ -286,7 +288,8 @@ class ZeroOneAdam(RefreshingAdam):
         return True  # refreshes, and steps at lr = 0
 
     def _freeze_now(self) -> None:
-        converts = self.settings["preconditioned"] == "frozen" and self.compresses and self._plan is not None
+        converts = not self._preconditioned and self.settings["preconditioned"] == "auto"
+        converts = converts and self.compresses and self._plan is not None
         if converts:
             self._hold_momentum_flat()  # in the units in which it has travelled so far
         self._phase = Phase.LOCAL
@@ -312,7 +315,9 @@ class ZeroOneAdam(RefreshingAdam):
     @property
     def _preconditioned(self) -> bool:
         chosen = self.settings["preconditioned"]
-        return self._phase is Phase.LOCAL if chosen == "frozen" else chosen is True
+        if chosen != "auto":
+            return chosen is True
+        return self._phase is Phase.LOCAL or self.variance_policy.done >= SETTLED_REFRESHES
 
     # ----- dense rounds -----------------------------------------------------------------------------------------------
 
@@ -354,7 +359,10 @@ class ZeroOneAdam(RefreshingAdam):
         if self._worker_residual is None:
             for i in planned:  # whose step has been counted
                 self._variance_steps[i] = self._variance_steps.get(i, self._t[i] - 1) + 1
+        before = self._preconditioned
         self.variance_policy.record(step)
+        if self._preconditioned and not before and self._worker_residual is not None:
+            self._precondition_residuals()
         if self._worker_residual is None and not self.variance_policy.due(step + 1):
             self._prepare_one_bit()
 
@@ -587,7 +595,7 @@ class ZeroOneAdam(RefreshingAdam):
     def load_residual_state_dict(self, state: dict[str, Any]) -> None:
         """See the base; residuals of before the freeze are converted where this run has frozen at that very step."""
         converts = (
-            self.settings["preconditioned"] == "frozen"
+            self.settings["preconditioned"] == "auto"
             and self._preconditioned
             and not state.get("preconditioned", False)
         )

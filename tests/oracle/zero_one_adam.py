@@ -113,7 +113,7 @@ class ZeroOneAdam:
         bias_correction: bool = True,
         block_size: int = 2048,
         phi: float = 0.1,
-        preconditioned: bool | str = "frozen",
+        preconditioned: bool | str = "auto",
         refresh_interval: int | str = "auto",
         refresh_steps: int = 4,
         ranks_per_node: int = 1,
@@ -141,6 +141,7 @@ class ZeroOneAdam:
         # after the freeze: what the denominators are made of, v and its updates then or at the end of the last "relearn" steps; steps
         # since; how many of them there are before the next "relearn" steps; what synchronisations brought
         self.frozen: tuple[list[Array], list[int]] | None = None
+        self.settled = False  # frozen, or refreshed 32 times
         self.since, self.refresh_interval, self.refresh_steps = 0, refresh_interval, refresh_steps
         self.interval: int | None = refresh_interval if isinstance(refresh_interval, int) else None
         self.energies: list[float] = []
@@ -196,16 +197,23 @@ class ZeroOneAdam:
                 getattr(self, "_" + kind)(l, zero_if_missing(g, l, self.v[l].size))
         if refresh:
             self.refreshed = self.steps
+            if self.T_v.j == 32:
+                self._settle()
         if local_stage and (relearn or not due):
             self._count_frozen(kind)
 
     def _freeze(self) -> None:
-        """Denominators stay from here on; with "frozen", what travels and what is owed is the change of the weights."""
+        """Denominators stay from here on."""
         self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
-        if self.preconditioned == "frozen":
+        self._settle()
+
+    def _settle(self) -> None:
+        """With "auto", what travels and what is owed is the change of the weights from here on: the freeze or the 32nd refresh."""
+        if self.preconditioned == "auto" and not self.settled:
             for l in range(len(self.v)):
                 for residual in (*self.exchange.e, self.exchange.d):
                     residual[l] = step_over(residual[l], *self._D(l))
+        self.settled = True
 
     def _count_frozen(self, kind: str) -> None:
         self.since += 1
@@ -243,7 +251,7 @@ class ZeroOneAdam:
 
     def _exchanged(self, l: int, c: Sequence[Array]) -> Array:
         """``exchange(c_i)``, or ``exchange(c_i/D)*D``, where what travels is the change of the weights."""
-        if not self.preconditioned or (self.preconditioned == "frozen" and self.frozen is None):
+        if not self.preconditioned or (self.preconditioned == "auto" and not self.settled):
             return self.exchange(l, c)
         D = self._D(l)
         return times_denominator(self.exchange(l, [step_over(a, *D) for a in c]), *D)
