@@ -121,16 +121,42 @@ print([name.read_text() for name in __import__("pathlib").Path("/proc/self/task"
 """
 
 
+# a program of plain torch, whose optimizer lives to its end
+FORGOTTEN = """
+import atexit
+from pathlib import Path
+
+atexit.register(lambda: print([name.read_text() for name in Path("/proc/self/task").glob("*/comm")]))
+
+import torch
+import torch.distributed as dist
+from lightning_onebit import OnebitAdam, ZeroOneAdam
+
+dist.init_process_group("gloo", init_method="file://" + {store!r}, rank=0, world_size=1)
+parameter = torch.nn.Parameter(torch.zeros(3))
+common = dict(force_compression=True, max_grad_norm=1.0)
+default = OnebitAdam([parameter], freeze_step=2, **common)
+given = ZeroOneAdam([parameter], var_freeze_step=2, local_step_scaler=1, process_group=dist.group.WORLD, **common)
+for optimizer in (default, given):
+    for _ in range(6):
+        parameter.grad = torch.randn(3)
+        optimizer.step()
+given.show_consensus()
+dist.destroy_process_group()
+"""
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="the threads of a process are not listed here")
-def test_disconnecting_ends_the_backends_threads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", [ENDS, FORGOTTEN], ids=["disconnected", "an optimizer keeps the group"])
+def test_the_backends_threads_end_before_python(program: str, tmp_path: Path) -> None:
     # a thread of gloo that gives a tensor back after Python has ended aborts the process
     root = str(Path(__file__).parents[1])
     done = subprocess.run(
-        [sys.executable, "-c", ENDS.format(store=str(tmp_path / "store"))],
+        [sys.executable, "-c", program.format(store=str(tmp_path / "store"))],
         capture_output=True,
         text=True,
         timeout=120,
         env={**os.environ, "PYTHONPATH": root},
     )
     assert done.returncode == 0, done.stderr
-    assert "gloo" not in done.stdout, done.stdout
+    assert "python" in done.stdout and "gloo" not in done.stdout, done.stdout

@@ -7,7 +7,9 @@ is done with the result). Parameters, arenas and the connection are in ``arena``
 
 from __future__ import annotations
 
+import atexit
 import logging
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -17,13 +19,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit.comm import Bucket, Control, ExchangeSession, Topology, control_round, ring_bytes
+from lightning_onebit.comm import Bucket, Control, ExchangeSession, Topology, control_round, ring_bytes, torn_down_last
 from lightning_onebit.kernels import BoundSpans, Packed
 from lightning_onebit.optim.arena import DENSE_LANE, PLAN_LANE, Coefficients, Lookups, Phase
 from lightning_onebit.optim.options import CommonOptions, check_number
 from lightning_onebit.optim.state import StatefulOptimizer
 
 log = logging.getLogger("lightning_onebit")
+
+_alive: weakref.WeakSet[OnebitOptimizer] = weakref.WeakSet()
+
+
+@atexit.register
+def _give_groups_back() -> None:
+    """Lets go of what the program has destroyed.
+
+    A program that destroys its process groups and ends may still have an optimizer, which keeps them and gloo's threads; one that
+    gives a tensor back after Python has ended aborts the process.
+    """
+    optimizers = list(_alive)
+    topologies = [optimizer._topology for optimizer in optimizers if optimizer._topology is not None]
+    held = {group for t in topologies for group in (t.group, t.intra_group, t.inter_group)}
+    held |= {optimizer.options.process_group for optimizer in optimizers}
+    with torn_down_last([group for group in held if dist.is_available() and isinstance(group, dist.ProcessGroup)]):
+        topologies.clear()
+        held.clear()
+        for optimizer in optimizers:
+            optimizer.release_communication()
+            optimizer.options = replace(optimizer.options, process_group=None)
 
 
 class OnebitOptimizer(StatefulOptimizer):
@@ -59,6 +82,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
     ) -> None:
         super().__init__(params, defaults, options, settings or {})
+        _alive.add(self)
         # facts of the running step
         self._present: list[bool] | None = None
         self._verdict: Control | None = None
