@@ -657,9 +657,10 @@ def studies() -> dict[str, list[Chain]]:
                 )
                 for options in ((), DENSER)
             ),
-            digits("lamb", 1, seeds=MANY_SEEDS),
-            digits("onebit_lamb", seeds=MANY_SEEDS),
-            digits("onebit_lamb", options=FROZEN_RATIOS),
+            digits("lamb", 1, refine=True, seeds=ALL_SEEDS, also=((1, False, ALL_SEEDS),), also_rungs=(-1, 0, 1)),
+            digits("onebit_lamb", refine=True, seeds=ALL_SEEDS, also=((4, False, ALL_SEEDS),), also_rungs=(0, 1)),
+            digits("onebit_lamb", refine=True, seeds=MOST_SEEDS, variants=(FROZEN_RATIOS, (("freeze_step", 480),))),
+            digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MANY_SEEDS),
             digits("binsgdm", also=((2, True, DIGITS_SEEDS),)),
