@@ -637,7 +637,7 @@ def studies() -> dict[str, list[Chain]]:
                 "onebit_adam",
                 refine=True,
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
-                also_rungs=(0, 1),
+                also_rungs=(-1, 0),
             ),
             digits("onebit_adam", seeds=ALL_SEEDS, also=((16, False, ALL_SEEDS),)),
             digits("onebit_adam", options=FROZEN, variants=frozen_floors),
@@ -646,7 +646,7 @@ def studies() -> dict[str, list[Chain]]:
                 refine=True,
                 seeds=MOST_SEEDS,
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
-                also_rungs=(0, 1),
+                also_rungs=(-1, 0),
             ),
             *(
                 digits(

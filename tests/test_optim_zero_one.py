@@ -389,9 +389,9 @@ def test_what_ranks_owe_changes_its_units_at_the_32nd_refresh_and_not_again_at_t
     """A run whose variance has settled before it freezes goes on from the freeze with the residuals it had."""
     made = settling()
 
-    def owed(group: Any, rank: int, world: int) -> Any:
+    def owed(group: Any, rank: int, world: int, freeze: int) -> Any:
         params = made.parameters()
-        optimizer: ZeroOneAdam = made.build(params, process_group=group)
+        optimizer: ZeroOneAdam = made.build(params, process_group=group, var_freeze_step=freeze)
         kept = []
         for t in range(58):
             made.put(params, t, rank)
@@ -400,9 +400,12 @@ def test_what_ranks_owe_changes_its_units_at_the_32nd_refresh_and_not_again_at_t
             r = optimizer._flat["r"].clone() if "r" in optimizer._flat else None
             worker = state["tensors"].get("worker_residual")
             kept.append((state.get("preconditioned", False), None if worker is None else worker.clone(), r))
-        return kept
+        return optimizer.phase, kept
 
-    for kept in run_world(owed, 2):
+    # (a step is skipped: the freeze comes at the end of the 57th call)
+    for (phase, kept), (later, others) in zip(run_world(owed, 2, 56), run_world(owed, 2, 70), strict=True):
+        assert phase == Phase.LOCAL and later == Phase.WARMUP
+        assert equal(kept[56][1], others[56][1])
         assert [units for units, *_ in kept] == [False] * 46 + [True] * 12
         (_, before, _), (_, after, r) = kept[45], kept[46]
         assert float(before.abs().max()) > 0 and equal(after, before * r)

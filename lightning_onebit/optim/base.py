@@ -82,7 +82,6 @@ class OnebitOptimizer(StatefulOptimizer):
         self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
     ) -> None:
         super().__init__(params, defaults, options, settings or {})
-        _alive.add(self)
         # facts of the running step
         self._present: list[bool] | None = None
         self._verdict: Control | None = None
@@ -99,6 +98,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._launched = 0
         self._early_buckets: list[Bucket] = []
         self._landing_hooks: list[Any] = []
+        _alive.add(self)
 
     # ----- what users see ---------------------------------------------------------------------------------------------
 
