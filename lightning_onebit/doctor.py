@@ -171,6 +171,7 @@ def _work(folder: Path, rank: int, device_type: str, timeout: float) -> None:
         raise RuntimeError("training made non-finite weights")
     digest = hashlib.sha256(weights.numpy().tobytes()).hexdigest()
     Path(folder, f"answer-{rank}").write_text(json.dumps({"weights": digest, "ratio": round(ledger.last.ratio, 1)}))
+    optimizer.release_communication()  # or it keeps the group, and its threads, beyond this
     disconnect()
 
 
