@@ -94,6 +94,7 @@ def train(chosen: argparse.Namespace, folder: Path) -> None:
             f"{ledger.dense_steps} dense and {ledger.compressed_steps} compressed steps, "
             f"{ledger.ratio:.1f}x fewer bytes than dense all-reduces"
         )
+    optimizer.release_communication()  # its groups, before they are destroyed
 
 
 def main(arguments: list[str] | None = None) -> None:
