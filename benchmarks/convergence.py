@@ -563,7 +563,7 @@ NINE_SEEDS = tuple(range(9))
 DEFAULT_FLOOR = 0.1
 HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
-FROZEN_RATIOS: Options = (("track_weight_norm", False),)  # 1-bit LAMB as published
+FROZEN_RATIOS: Options = (("trust_ratio", "frozen"),)  # 1-bit LAMB as published
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
 # 1-bit Adam as published keeps what has frozen, and compresses the momentum itself
 FROZEN: Options = (("refresh_interval", "never"),)
@@ -969,7 +969,7 @@ def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
 
     plain = [row for row in rows if _in_main_table(row)]
     # the tables have every option; curves of more than a few would hide each other
-    shown = [row for row in plain if {name for name, _ in row.world[2]} <= {"max_coeff", "track_weight_norm"}]
+    shown = [row for row in plain if {name for name, _ in row.world[2]} <= {"max_coeff", "trust_ratio"}]
     names = [name for name in TASKS if any(row.world[0] == name for row in shown)]
     figure, axes = plt.subplots(2, len(names), figsize=(4.6 * len(names), 7.6), squeeze=False)
     palette = plt.get_cmap("tab20").colors  # strong colours first, then the pale ones

@@ -11,6 +11,7 @@ from typing import Any
 
 from lightning_onebit import _trees
 from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.optim.lamb import FACTORS
 
 #: ``optimizer.type``, in lower case as DeepSpeed compares it
 _TYPES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}
@@ -242,6 +243,9 @@ class _Translation:
             elif name in _OPTIONS[algorithm]:
                 self.options[name] = value
                 self.honoured[key] = f"{name}={value!r} of the strategy"
+                if value != FACTORS.get(name, value):
+                    self.options["trust_ratio"] = "frozen"
+                    self.honoured[key] += ", with trust_ratio='frozen', the rule that it belongs to"
             elif name in _HYPERPARAMETERS:
                 self.hyperparameters[name] = tuple(value) if name == "betas" else value
                 self.honoured[key] = f"{name}={value!r} of the optimizer"

@@ -113,7 +113,7 @@ class OnebitMixin(_Base):
         factor_max: see ``OnebitLamb``.
         factor_min: see ``OnebitLamb``.
         factor_threshold: see ``OnebitLamb``.
-        track_weight_norm: see ``OnebitLamb``.
+        trust_ratio: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
             ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
         refresh_interval: 1-bit Adam and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"`` (default) or
@@ -182,7 +182,7 @@ class OnebitMixin(_Base):
         factor_max: float | None = None,
         factor_min: float | None = None,
         factor_threshold: float | None = None,
-        track_weight_norm: bool | None = None,
+        trust_ratio: str | None = None,
         preconditioned: bool | str | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int | None = None,
@@ -216,7 +216,7 @@ class OnebitMixin(_Base):
             "factor_max": factor_max,
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
-            "track_weight_norm": track_weight_norm,
+            "trust_ratio": trust_ratio,
             "preconditioned": preconditioned,
             "refresh_interval": refresh_interval,
             "refresh_steps": refresh_steps,

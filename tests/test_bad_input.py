@@ -62,7 +62,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "factor_max": (*NUMBER, 0.0, -1.0),
     "factor_min": (*NUMBER, -1.0),
     "factor_threshold": (*NUMBER, -0.1),
-    "track_weight_norm": FLAG,
+    "trust_ratio": CHOICE,
     "preconditioned": FLAG,
     "refresh_interval": COUNT,
     "refresh_steps": COUNT,

@@ -36,7 +36,7 @@ def options_of(case: str) -> dict[str, Any]:
     """Our options for a recorded run."""
     options = {**recording.CASES[case]["options"], **AS_THERE}
     if case == "onebit_lamb":
-        options["track_weight_norm"] = False
+        options["trust_ratio"] = "frozen"
     else:
         options["preconditioned"] = False
     if "freeze_step" in options:

@@ -68,8 +68,9 @@ LOCAL = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1, "
         ("OnebitAdam", {"freeze_step": 2, "residual_dtype": "bfloat16"}, 4, 6.125, 2.0),
         # between refreshes nothing more
         ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 1}, 7, 8.125, 4.0),
+        ("OnebitLamb", {"freeze_step": 2}, 4, 8.125, 4.0),
         # ... and fresh second moments 4
-        ("OnebitLamb", {"freeze_step": 2}, 4, 12.125, 4.0),
+        ("OnebitLamb", {"freeze_step": 2, "trust_ratio": "frozen"}, 4, 12.125, 4.0),
         # r 4, residual 4, local momentum 4, accumulated update 4, anchor 4
         ("ZeroOneAdam", LOCAL, 9, 20.0, 4.0),
         # no local steps: as 1-bit Adam

@@ -11,40 +11,47 @@ import pytest
 import torch
 from optim_support import SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train
 
-from lightning_onebit.kernels.reference import block_square_sums
 from lightning_onebit.optim.lamb import OnebitLamb
 
-#: the correction meets both of its bounds and its speed limit, the trust ratio both of its clips
-CLIPPED = {
+#: the trust ratio meets both of its clips, and moves between them when its reference is complete
+FOLLOWED = {
     "lr": 0.02,
     "betas": (0.9, 0.9),
-    "weight_decay": 0.3,
+    "weight_decay": 0.1,
     "freeze_step": 8,
-    "max_coeff": 1.2,
+    "max_coeff": 2.0,
     "min_coeff": 0.5,
     "coeff_beta": 0.7,
-    "factor_max": 1.8,
-    "factor_min": 0.7,
-    "factor_threshold": 0.08,
     "block_size": 64,
     "bucket_mb": 0.0016,
+}
+#: and the correction both of its bounds and its speed limit
+FROZEN = {
+    **{**FOLLOWED, "weight_decay": 0.3, "max_coeff": 1.2},
+    **{"trust_ratio": "frozen", "factor_max": 1.8, "factor_min": 0.7, "factor_threshold": 0.08},
 }
 SHAPES = ((40, 30), (7,), (0,), (1,), (3, 100), (50,))
 
 
-def clipped(**differing: Any) -> Problem:
-    """A run of 24 steps, 8 of them dense, over several buckets; part of the first tensor never has a gradient."""
-    options = {**CLIPPED, **differing}
+def followed(steps: int = 52, **differing: Any) -> Problem:
+    """8 dense steps, 44 compressed ones with shrinking gradients, several buckets; part of the first tensor never has a gradient."""
+    options = {**FOLLOWED, **differing}
+    return Problem(steps, options, shapes=SHAPES, cold=100, seed=13, algorithm="onebit_lamb", growth=0.95)
+
+
+def frozen(**differing: Any) -> Problem:
+    """The same by the published rule, 16 compressed steps."""
+    options = {**FROZEN, **differing}
     return Problem(24, options, shapes=SHAPES, cold=100, seed=3, algorithm="onebit_lamb", growth=1.12)
 
 
 #: no step of the warm-up moves anything, so that two tensors are 0 up to the second compressed step, and grow fast from there
-BLANK = dataclasses.replace(clipped(), lrs=(0.0,) * 8 + (0.02,) * 16, blank=(1, 4))
+BLANK = dataclasses.replace(followed(24, max_coeff=1.2), lrs=(0.0,) * 8 + (0.02,) * 16, blank=(1, 4), growth=1.12)
 RUNS = {
-    "defaults": clipped(),
-    "published recipe": clipped(bias_correction=False, track_weight_norm=False),
-    "frozen ratios": clipped(track_weight_norm=False),
-    "without bias correction": clipped(bias_correction=False),
+    "defaults": followed(),
+    "published recipe": frozen(bias_correction=False),
+    "frozen ratios": frozen(),
+    "without bias correction": followed(bias_correction=False),
     "weights that start at zero": BLANK,
 }
 
@@ -80,11 +87,15 @@ def test_follows_the_oracle_across_the_freeze(world: int, run: str) -> None:
     results = run_world(coefficients, world, problem, real=True)
     e, d = joined(results, problem)
     for result in results:
-        assert result["kinds"] == [8, 16] and result["bytes"] > 0
+        assert result["kinds"] == [8, problem.steps - 8] and result["bytes"] > 0
         for l, size in enumerate(np.prod(s) for s in SHAPES):
             close(result["x"][l], simulated.x[l], problem.lr_at(problem.steps - 1))
             if size:
-                for key, expected in (("exp_avg", simulated.m[l]), ("exp_avg_sq_fresh", simulated.vfresh[l])):
+                kept = {"exp_avg": simulated.m[l]}
+                if problem.options.get("trust_ratio") == "frozen":
+                    kept["exp_avg_sq_fresh"] = simulated.vfresh[l]
+                assert kept.keys() == result["state"][l].keys() & {"exp_avg", "exp_avg_sq_fresh"}
+                for key, expected in kept.items():
                     ours = result["state"][l][key].numpy().ravel()
                     np.testing.assert_allclose(ours, expected, rtol=1e-4, atol=1e-5, err_msg=f"{key} of tensor {l}")
         for t, coeffs in enumerate(result["coefficients"]):
@@ -101,7 +112,7 @@ def test_follows_the_oracle_across_the_freeze(world: int, run: str) -> None:
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_run_of_the_oracle_test_meets_every_clip(world: int) -> None:
     """Else that test would pass without them: bounds of c, bounds of f, its speed limit, and the blend for weight decay."""
-    problem, o = clipped(), CLIPPED
+    problem, o = frozen(), FROZEN
     c: list[list[float]] = []
     r: list[list[float]] = []
     problem.simulate(world, lambda s, t: (c.append(list(s.coeff)), r.append(list(s.r))))  # type: ignore[func-returns-value]
@@ -121,24 +132,22 @@ def test_the_run_of_the_oracle_test_meets_every_clip(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_runs_of_the_oracle_test_meet_every_case_of_the_norms(world: int) -> None:
-    """Both clips of c, coefficients between them that have left ``c_avg*f``, and tensors without a norm."""
-    dense = CLIPPED["freeze_step"]
-    for name, bound in (("defaults", "min_coeff"), ("weights that start at zero", "max_coeff")):
+    """Both clips of c, ratios between them that move on after the reference is complete, and tensors without a norm or a ratio."""
+    dense = FOLLOWED["freeze_step"]
+    bounds = FOLLOWED["min_coeff"], FOLLOWED["max_coeff"]
+    for name, clips in (("defaults", bounds), ("weights that start at zero", (1.2,))):
         c: list[list[float]] = []
-        r: list[list[float]] = []
-        w0: list[list[float]] = []
-        simulated = RUNS[name].simulate(
-            world,
-            lambda o, t, c=c, r=r, w0=w0: (c.append(list(o.coeff)), r.append(list(o.r)), w0.append(list(o.w0))),  # type: ignore[misc]
-        )
-        now, frozen = np.array(c[dense:]), np.array(simulated.c_avg) * np.array(r[dense:])
-        assert np.isclose(now, CLIPPED[bound]).any()
-        free = (now > CLIPPED["min_coeff"] * 1.001) & (now < CLIPPED["max_coeff"] * 0.999)
-        assert (free & (abs(now / frozen - 1) > 0.01)).any()
+        simulated = RUNS[name].simulate(world, lambda o, t, c=c: c.append(list(o.coeff)))  # type: ignore[misc]
+        now = np.array(c[dense:])
+        assert all((now == clip).any() for clip in clips)
         if RUNS[name].blank:
-            first, second = np.array(w0[dense : dense + 2])[:, list(RUNS[name].blank)]
-            assert not first.any() and second.all(), "the first compressed step finds them at 0"
-            assert now[0, 1] == frozen[0, 1] and now[0, 4] == frozen[0, 4]
+            assert [simulated.rho[l] for l in RUNS[name].blank] == [0.0, 0.0], "no ratio in the warm-up"
+            assert (now[0, list(RUNS[name].blank)] == 1.0).all(), "the first compressed step finds them at 0"
+            assert all(simulated.seen[l] for l in RUNS[name].blank)
+        else:
+            late = now[25:]
+            free = ((late > bounds[0]) & (late < bounds[1])).all(axis=0)
+            assert np.ptp(late, axis=0)[free].max() > 0.1
 
 
 def independent_lamb(problem: Problem, world: int, clip: tuple[float, float]) -> list[np.ndarray]:
@@ -183,7 +192,14 @@ def test_a_single_process_is_plain_lamb_even_after_the_freeze() -> None:
 
 def test_an_average_that_never_moved_counts_as_one() -> None:
     """Clips at exactly 1 make every c exactly 1, so c_avg is still 0 at the freeze."""
-    options = {"lr": 0.02, "freeze_step": 4, "max_coeff": 1.0, "min_coeff": 1.0, "block_size": 32}
+    options = {
+        "lr": 0.02,
+        "freeze_step": 4,
+        "max_coeff": 1.0,
+        "min_coeff": 1.0,
+        "block_size": 32,
+        "trust_ratio": "frozen",
+    }
     problem = Problem(10, options, shapes=SMALL, algorithm="onebit_lamb", seed=1)
     simulated = problem.simulate(2)
     sure(simulated)
@@ -215,7 +231,13 @@ def test_get_lamb_coeffs_is_fresh_and_named() -> None:
 def test_the_freeze_starts_fresh_moments_at_the_frozen_ones() -> None:
     """Where gradients go on as before, f differs from 1 only by what one more step adds to v."""
     p = torch.nn.Parameter(torch.full((64,), 2.0))
-    options = {"freeze_step": 3, "factor_threshold": 1.0, "bias_correction": False, "block_size": 32}
+    options = {
+        "freeze_step": 3,
+        "factor_threshold": 1.0,
+        "bias_correction": False,
+        "block_size": 32,
+        "trust_ratio": "frozen",
+    }
     optimizer = OnebitLamb([p], lr=0.01, force_compression=True, **options)
     for _ in range(3):
         p.grad = torch.ones(64)
@@ -228,64 +250,104 @@ def test_the_freeze_starts_fresh_moments_at_the_frozen_ones() -> None:
     assert f == pytest.approx(((1 - 0.999**3) / (1 - 0.999**4)) ** 0.5, rel=1e-4)
 
 
-# ----- ratios that follow the weights -------------------------------------------------------------------------------------------
+# ----- ratios that follow both norms ----------------------------------------------------------------------------------------------
 
 
-def norm_of(x: torch.Tensor, block_size: int = 32) -> float:
-    """``||x||`` as the kernels sum it: squares of a block in fp32 in their fixed order, blocks in fp64."""
-    flat = torch.zeros(-(-x.numel() // block_size) * block_size)
-    flat[: x.numel()] = x.detach().float().flatten()
-    return float(block_square_sums(flat.view(-1, block_size)).double().sum().sqrt())
+NORMS = ("weight_norm", "gradient_reference", "gradient_energy", "measurements")
+DECAY = 0.1
 
 
-def growing_worker(group: Any, rank: int, world: int, track: bool) -> list[list[dict[str, float]]]:
-    """Small weights under gradients that always point the same way: what decides the coefficient, per step and tensor."""
+def growing_worker(group: Any, rank: int, world: int, trust_ratio: str) -> list[list[dict[str, Any]]]:
+    """Small weights under shrinking gradients that point the same way: what decides the coefficient, per step and tensor."""
     params = [torch.nn.Parameter(torch.full((70,), 0.02, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     optimizer = OnebitLamb(
         params,
-        **{"lr": 0.5, "freeze_step": 3, "coeff_beta": 0.0, "max_coeff": 0.2, "track_weight_norm": track},
-        **{"block_size": 32, "process_group": group},
+        **{"lr": 0.1, "freeze_step": 3, "coeff_beta": 0.0, "max_coeff": 0.15, "trust_ratio": trust_ratio},
+        **{"block_size": 32, "process_group": group, "weight_decay": DECAY},
     )
+    draws = torch.Generator().manual_seed(rank)
     seen = []
-    for _ in range(16):
+    for t in range(64):
         for p in params:
-            p.grad = -torch.ones_like(p)
-        masters = [optimizer.state_dict()["state"].get(i, {}).get("master", p) for i, p in enumerate(params)]
-        norms = [norm_of(x) for x in masters]
+            p.grad = ((-1.0 - 0.2 * torch.randn(p.shape, generator=draws)) / (1 + 0.02 * t)).to(p.dtype)
         optimizer.step()
-        books = optimizer.state_dict()["onebit"]
-        used = optimizer.get_lamb_coeffs()
+        state = optimizer.state_dict()
+        books, used = state["onebit"], optimizer.get_lamb_coeffs()
         seen.append(
             [
                 {
-                    "norm": norm,
+                    "norm": float(state["state"][i].get("master", p).detach().double().norm()),
                     "used": used[f"parameter {i}"],
-                    **{key: books[key][i] for key in ("coeff_average", "last_factor", "weight_norm")},
+                    **{
+                        key: books[key][i]
+                        for key in (*NORMS, "ratio_average", "coefficient", "coeff_average", "last_factor")
+                    },
+                    "energy": own_energy(p, state["state"][i]),
                 }
-                for i, norm in enumerate(norms)
+                for i, p in enumerate(params)
             ]
         )
-    return seen[3:]
+    return seen[2:]
 
 
-@pytest.mark.parametrize("track", [True, False])
-def test_the_coefficient_follows_the_norm_of_the_weights_exactly(track: bool) -> None:
-    """Of the fp32 master weights where parameters are kept in 16 bits; without the option it stays at ``c_avg*f``."""
-    for seen in run_world(growing_worker, 2, track):
-        for tensor in zip(*seen, strict=True):
-            w0 = tensor[0]["norm"]
-            assert tensor[-1]["norm"] > 3 * w0, "the weights of this run grow"
+def own_energy(p: torch.nn.Parameter, state: dict[str, torch.Tensor]) -> float:
+    if "reciprocal_denominator" not in state or p.grad is None:
+        return 0.0
+    return float((p.grad.double() * state["reciprocal_denominator"].double()).square().sum())
+
+
+def test_the_coefficient_follows_both_norms() -> None:
+    """Of the fp32 master weights where parameters are kept in 16 bits; of all ranks' gradients, in the steps that measure them."""
+    results = run_world(growing_worker, 2, "followed")
+    for i in range(2):
+        mine, other = ([step[i] for step in seen] for seen in results)
+        rho = mine[0]["ratio_average"]
+        assert mine[0]["coefficient"] == rho and mine[0]["norm"] < 0.5 * mine[-1]["norm"], (
+            "the weights of this run grow"
+        )
+        assert mine[-1]["energy"] < 0.5 * mine[1]["energy"], "and its gradients shrink"
+        w0, energies, average, free = mine[1]["norm"], [], 0.0, 0
+        before = rho
+        for k in range(1, len(mine)):
+            step = mine[k]
+            assert step["used"] == before, "what was known before the step"
+            if k <= 10 or k % 10 == 0:
+                energy = (step["energy"] + other[k]["energy"]) / 2
+                energies.append(energy)
+                reference = float(np.mean(energies[:10]))
+                average = reference if len(energies) <= 10 else 0.8 * average + 0.2 * energy
+                first = (w0 / rho) ** 2 - (DECAY * w0) ** 2
+                length = (first * min(1.0, average / reference) + (DECAY * step["norm"]) ** 2) ** 0.5
+                before = min(max(step["norm"] / length, 0.01), 0.15)
+                free += 0.01 < before < 0.15
+            assert step["coefficient"] == pytest.approx(before, rel=1e-6)
+            before = step["coefficient"]
+            assert [step[key] for key in NORMS] == pytest.approx([w0, reference, average, len(energies)], rel=1e-6)
+            assert [other[k][key] for key in (*NORMS, "coefficient")] == [step[key] for key in (*NORMS, "coefficient")]
+        assert free >= 10 and mine[-1]["used"] == 0.15
+
+
+def test_a_frozen_coefficient_stays_the_average_times_its_correction() -> None:
+    for seen in run_world(growing_worker, 2, "frozen"):
+        for tensor in zip(*seen[1:], strict=True):
             for step in tensor:
-                assert step["weight_norm"] == (w0 if track else 0.0)
-                expected = step["coeff_average"] * step["last_factor"]
-                if track:
-                    expected = min(max(expected * step["norm"] / w0, 0.01), 0.2)
-                assert step["used"] == pytest.approx(expected, rel=1e-14)
-            ratios = [step["used"] / step["last_factor"] for step in tensor]
-            if track:
-                assert max(ratios) > 2 * ratios[0] and max(step["used"] for step in tensor) == 0.2
-            else:
-                assert ratios == pytest.approx([ratios[0]] * len(ratios))
+                assert [step[key] for key in NORMS] == [0.0] * 4
+                assert step["used"] == pytest.approx(step["coeff_average"] * step["last_factor"], rel=1e-14)
+                assert step["coeff_average"] == tensor[0]["coeff_average"]
+
+
+def test_the_reference_is_the_ratio_before_the_clip() -> None:
+    """Else a ratio that was above its clip in the warm-up would fall below it as soon as the weights shrink a little."""
+    p = torch.nn.Parameter(torch.full((64,), 2.0))
+    optimizer = OnebitLamb([p], lr=1e-3, freeze_step=3, max_coeff=0.3, block_size=32, force_compression=True)
+    for t in range(6):
+        p.grad = torch.ones(64)
+        if t == 4:
+            with torch.no_grad():
+                p.mul_(0.5)  # ratio 1
+        optimizer.step()
+    assert optimizer.state_dict()["onebit"]["ratio_average"][0] == pytest.approx(2.0, rel=1e-2)
+    assert optimizer.get_lamb_coeffs() == {"parameter 0": 0.3}
 
 
 def tracked(**options: Any) -> tuple[list[torch.nn.Parameter], Any]:
@@ -298,36 +360,45 @@ def stepped(params: list[torch.nn.Parameter], optimizer: Any, *, only: int | Non
     for i, p in enumerate(params):
         p.grad = torch.ones_like(p) if only in (None, i) else None
     optimizer.step()
-    norms: list[float] = optimizer.state_dict()["onebit"]["weight_norm"]
+    books = optimizer.state_dict()["onebit"]
+    norms: list[float] = books["weight_norm"]
+    assert [n > 0 for n in norms] == [k > 0 for k in books["measurements"]] == [e > 0 for e in books["gradient_energy"]]
     return norms
 
 
-def test_a_parameter_that_sits_a_step_out_neither_sets_nor_uses_its_norm() -> None:
+def norms_of(params: list[torch.nn.Parameter]) -> Any:
+    return pytest.approx([float(p.detach().double().norm()) for p in params], rel=1e-12)
+
+
+def test_a_parameter_that_sits_a_step_out_is_measured_when_it_comes_back() -> None:
     params, optimizer = tracked(freeze_step=2)
     for _ in range(2):
         assert stepped(params, optimizer) == [0.0, 0.0]
-    first = norm_of(params[0])
-    assert stepped(params, optimizer, only=0) == [first, 0.0]
+    first, none = stepped(params, optimizer, only=0)
+    assert [first] == norms_of(params[:1]) and none == 0.0
     with torch.no_grad():
         params[1].mul_(2)
     coefficient = optimizer.get_lamb_coeffs()["parameter 1"]
     assert stepped(params, optimizer, only=0) == [first, 0.0]
     assert optimizer.get_lamb_coeffs()["parameter 1"] == coefficient
-    second = norm_of(params[1])
-    assert stepped(params, optimizer) == [first, second]
+    norms = stepped(params, optimizer)
+    assert norms[0] == first and norms[1:] == norms_of(params[1:])
+    assert optimizer.state_dict()["onebit"]["measurements"] == [3, 1]
 
 
 def test_a_thaw_forgets_the_norms() -> None:
     params, optimizer = tracked()
     stepped(params, optimizer)
     optimizer.freeze()
-    assert all(stepped(params, optimizer))
+    for _ in range(25):
+        assert all(stepped(params, optimizer))
+    assert optimizer.state_dict()["onebit"]["measurements"] == [11, 11]
     optimizer.thaw()
-    assert optimizer.state_dict()["onebit"]["weight_norm"] == [0.0, 0.0]
+    books = optimizer.state_dict()["onebit"]
+    assert [books[name] for name in NORMS] == [[0.0, 0.0]] * 4 and books["ratio_steps"] == 0
     stepped(params, optimizer)
     optimizer.freeze()
-    before = [norm_of(p) for p in params]
-    assert stepped(params, optimizer) == before
+    assert stepped(params, optimizer) == norms_of(params)
 
 
 def test_a_checkpoint_without_norms_takes_them_at_the_next_compressed_step() -> None:
@@ -335,14 +406,14 @@ def test_a_checkpoint_without_norms_takes_them_at_the_next_compressed_step() -> 
     for _ in range(4):
         stepped(params, optimizer)
     state = optimizer.state_dict()
-    assert all(state["onebit"].pop("weight_norm"))
+    for name in (*NORMS, "ratio_steps"):
+        del state["onebit"][name]
     optimizer.load_state_dict(state)
-    before = [norm_of(p) for p in params]
-    assert stepped(params, optimizer) == before
+    assert stepped(params, optimizer) == norms_of(params)
 
 
 def test_a_rank_that_goes_on_alone_measures_anew() -> None:
-    """It steps by plain LAMB, which moves c_avg: the norm that belonged to the old average would be wrong beside it."""
+    """It steps by plain LAMB, which moves the average: norms that belonged to the old one would be wrong beside it."""
     params, optimizer = tracked(freeze_step=2)
     for _ in range(4):
         stepped(params, optimizer)
@@ -350,6 +421,21 @@ def test_a_rank_that_goes_on_alone_measures_anew() -> None:
     alone.load_state_dict(optimizer.state_dict())
     assert all(alone.state_dict()["onebit"]["weight_norm"])
     assert stepped(alone.param_groups[0]["params"], alone) == [0.0, 0.0]
+
+
+def test_clipped_gradients_are_measured_as_they_enter_the_exchange() -> None:
+    energies = []
+    for limit in (None, 1e-3):
+        params, optimizer = tracked(freeze_step=2, max_grad_norm=limit, denominator_floor=0.0)
+        for _ in range(3):
+            stepped(params, optimizer)
+        books = optimizer.state_dict()
+        energies.append(books["onebit"]["gradient_energy"][0])
+        if limit is not None:
+            clipped = limit / 80**0.5  # of each element: 80 ones
+            r = books["state"][0]["reciprocal_denominator"]
+            assert energies[1] == pytest.approx(float((clipped * r.double()).square().sum()), rel=1e-3)
+    assert energies[0] == pytest.approx(energies[1], rel=1e-3), "in units of the denominators, which were clipped too"
 
 
 # ----- tensors with nothing to scale by -------------------------------------------------------------------------------------------
@@ -409,10 +495,17 @@ def test_parameters_without_elements_are_legal_anywhere(shapes: tuple[tuple[int,
         ({"min_coeff": -0.1}, ValueError, "min_coeff=-0.1"),
         ({"coeff_beta": 1.0}, ValueError, "coeff_beta=1.0 .* < 1"),
         ({"factor_max": 0}, ValueError, "factor_max=0"),
+        (
+            {"factor_max": 2.0},
+            ValueError,
+            "factor_max=2.0 has no effect with trust_ratio='followed'; .* trust_ratio='frozen'",
+        ),
+        ({"factor_min": 0.7}, ValueError, "factor_min=0.7 has no effect"),
+        ({"factor_threshold": 0.2}, ValueError, "factor_threshold=0.2 has no effect"),
         ({"factor_min": 5.0}, ValueError, "factor_min=5.0 .* <= 4"),
         ({"factor_threshold": -1.0}, ValueError, "factor_threshold=-1.0"),
         ({"factor_threshold": "0.1"}, TypeError, "factor_threshold='0.1'"),
-        ({"track_weight_norm": 1}, TypeError, "track_weight_norm=1"),
+        ({"trust_ratio": "live"}, ValueError, "trust_ratio='live' is unknown; choose one of 'followed', 'frozen'"),
         ({"freeze_step": 0}, ValueError, "freeze_step=0"),
         ({"bias_correction": 1}, TypeError, "bias_correction=1"),
     ],

@@ -59,8 +59,12 @@ def test_the_number_of_collectives_does_not_depend_on_the_number_of_tensors(algo
     """3 tensors and 280 with the same elements: the same collectives, which carry the same bytes."""
     few, many = (run_ranks(one_step, 2, algorithm, tensors)[0] for tensors in (3, 280))
     exchanges = [[s for s in seen if s[1] > 200] for seen, _, _ in (few, many)]  # the rest is the control round
+    rounds = 1
+    if algorithm == "onebit_lamb":  # and three numbers of every tensor, now and then
+        exchanges[1].remove(("all_gather", 24 * 280))
+        rounds = 2
     assert exchanges[0] == exchanges[1] and len(exchanges[0]) == few[1] > 0
-    assert len(few[0]) == len(many[0]) <= len(exchanges[0]) + 1
+    assert len(few[0]) == len(many[0]) <= len(exchanges[0]) + rounds
     assert few[1:] == many[1:]
 
 

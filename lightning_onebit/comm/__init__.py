@@ -1,7 +1,14 @@
 """Communication: buckets, the two-phase exchange, dense averaging and the byte ledger."""
 
 from lightning_onebit.comm.buckets import Bucket, Plan, Span, is_dense, memory_order, plan_buckets
-from lightning_onebit.comm.control import Control, PlanMismatch, control_payload_bytes, control_round, handshake
+from lightning_onebit.comm.control import (
+    Control,
+    PlanMismatch,
+    control_payload_bytes,
+    control_round,
+    handshake,
+    share_values,
+)
 from lightning_onebit.comm.exchange import Codec, Exchange, ExchangeSession, chunk_order, mean_in_order
 from lightning_onebit.comm.ledger import ByteLedger, StepRecord
 from lightning_onebit.comm.reducer import Reducer
@@ -44,5 +51,6 @@ __all__ = [
     "peer_bytes",
     "plan_buckets",
     "ring_bytes",
+    "share_values",
     "torn_down_last",
 ]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lightning_onebit.comm.transport import Transport
 
@@ -70,6 +71,20 @@ def control_round(
         merged = bytearray(x | y for x, y in zip(merged, row[_HEADER.size :], strict=True))
     anywhere = tuple(bool(merged[i // 8] >> (i % 8) & 1) for i in range(len(present)))
     return Control(total, bad == 0, anywhere, len(rows))
+
+
+def share_values(transport: Transport, values: Tensor, what: str) -> Tensor:
+    """Numbers of every rank, alike on all of them: one row per rank, ``(ranks, *values.shape)``, where ``values`` are (blocks until there).
+
+    Args:
+        transport: whose ranks take part.
+        values: the same shape on every rank, any dtype.
+        what: what is exchanged, for the message of a timeout.
+    """
+    mine = values.contiguous().view(-1).view(torch.uint8).to(transport.device(values.device))
+    out = torch.empty((transport.size, mine.numel()), dtype=torch.uint8, device=mine.device)
+    transport.all_gather(out, mine, transport.topology.group, what=what, link=None).wait()
+    return out.to(values.device).view(values.dtype).view(transport.size, *values.shape)
 
 
 class PlanMismatch(RuntimeError):

@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 8
+ABI = 9
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -542,14 +542,14 @@ class CpuKernels(ReferenceKernels):
         fresh: Tensor,
         factors: Tensor,
     ) -> Tensor:
-        """Fresh second moments, and of every block the squared norms of ``up``, ``u`` and ``x`` and the largest ratio."""
+        """Fresh second moments, and of every block the squared norms of ``up`` and ``u`` and the largest ratio."""
         size, blocks, elements = bucket.block_size, bucket.blocks, bucket.elements
         packed_old, flat_old = _NO_PAYLOAD, None
         if isinstance(old, Packed):
             packed_old = _payload(old, "old", blocks, size)
         else:
             flat_old = _address(old, "old", elements)
-        partials = torch.empty((blocks, 4))
+        partials = torch.empty((blocks, 3))
         table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
         self._call(
             "lamb_update",

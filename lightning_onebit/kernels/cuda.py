@@ -595,14 +595,14 @@ class CudaKernels(ReferenceKernels):
         fresh: Tensor,
         factors: Tensor,
     ) -> Tensor:
-        """Fresh second moments and the partial norms of every block: fp32 ``(blocks, 4)``."""
+        """Fresh second moments and the partial norms of every block: fp32 ``(blocks, 3)``."""
         size, blocks, elements = bucket.block_size, bucket.blocks, bucket.elements
         flat, packed = 0, (0, 0, 1)
         if isinstance(old, Packed):
             packed = self._payload(old, "old", blocks, size)
         else:
             flat = self._address(old, "old", elements)
-        result = torch.empty((blocks, 4), dtype=torch.float32, device=r.device)
+        result = torch.empty((blocks, 3), dtype=torch.float32, device=r.device)
         self._apply(
             "lamb_update",
             bucket,
@@ -616,7 +616,7 @@ class CudaKernels(ReferenceKernels):
                     result.data_ptr(),
                 ),
             ),
-            accumulators=4,
+            accumulators=3,
         )
         return result
 

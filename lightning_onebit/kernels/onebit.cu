@@ -866,7 +866,7 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
 // ----- entry points: 1-bit LAMB -----------------------------------------------------------------------------------------------
 
 // old: flat (old) or packed (old_raw). factors: rows b1, i1, b2, o2, c2, eps, alpha, wd of `blocks` each.
-// result: (blocks, 4): sum of squares of up, of u, largest ratio, sum of squares of x
+// result: (blocks, 3): sum of squares of up, of u, largest ratio
 KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
                           i64 stride, i64 per_row, const float* old, char* old_raw, i64 old_stride, i64 old_per_row,
                           const float* r, float* fresh, const float* factors, float* result, char* scratch) {
@@ -886,13 +886,12 @@ KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, co
     words_old = before.words;
   }
   const i64 start = h.block * block_size;
-  float* squares_up = accumulators(h, scratch, 4);
+  float* squares_up = accumulators(h, scratch, 3);
   float* squares_u = squares_up + h.lanes;
   float* largest = squares_u + h.lanes;
-  float* squares_x = largest + h.lanes;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
     const u32 word = now.words[lane], word_old = words_old != nullptr ? words_old[lane] : 0u;
-    float sum_up = 0.0f, sum_u = 0.0f, top = 0.0f, sum_x = 0.0f;
+    float sum_up = 0.0f, sum_u = 0.0f, top = 0.0f;
     const int part = 8;
     for (int k = 0; k < kPlanes; k += part) {
       float x[part], w[part], moment[part], before[part];
@@ -916,7 +915,6 @@ KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, co
         const float u = add(up, mul(wd, x[q]));
         sum_up = add(sum_up, mul(up, up));
         sum_u = add(sum_u, mul(u, u));
-        sum_x = add(sum_x, mul(x[q], x[q]));
         if (w[q] > 0.0f) {
           const float ratio = div(1.0f, mul(w[q], add(root(mul(learned, c2)), eps)));
           if (ratio > top || ratio != ratio) top = ratio;
@@ -926,18 +924,15 @@ KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, co
     squares_up[lane] = sum_up;
     squares_u[lane] = sum_u;
     largest[lane] = top;
-    squares_x[lane] = sum_x;
   }
   fold_lanes(squares_up, h);
   fold_lanes(squares_u, h);
   fold_lanes_max(largest, h);
-  fold_lanes(squares_x, h);
   if (h.live && h.t == 0) {
-    float* sums = result + 4 * static_cast<i64>(h.block);
+    float* sums = result + 3 * static_cast<i64>(h.block);
     sums[0] = squares_up[0];
     sums[1] = squares_u[0];
     sums[2] = largest[0];
-    sums[3] = squares_x[0];
   }
 }
 

@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 8;
+constexpr int kAbi = 9;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -817,7 +817,7 @@ struct LambUpdate {
   const uint32_t *words, *old_words;  // old_words: null where the old momentum is flat
   const float *m_old, *r, *x;
   float* fresh;
-  float *up_acc, *u_acc, *x_acc;
+  float *up_acc, *u_acc;
   uint32_t* largest;  // per lane, as bits: for numbers >= 0 these are in the order of the values, and a NaN is above all
 
   template <int N, int R> INLINE void run(int64_t lane) const {
@@ -829,7 +829,7 @@ struct LambUpdate {
     Signs<N> sign, old_sign;
     sign.begin(words + lane);
     if (old_words != nullptr) old_sign.begin(old_words + lane);
-    F<N> up_sum{}, u_sum{}, x_sum{};
+    F<N> up_sum{}, u_sum{};
     U<N> top{};
     const LambFactors k = f;
     const float *const r_from = r, *const x_from = x, *const m_from = m_old;
@@ -848,11 +848,9 @@ struct LambUpdate {
       store<N>(moments + i, learned);
       const F<N> reciprocal = load<N>(r_from + i);
       const F<N> up = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(k.t) ^ bit)) * reciprocal;
-      const F<N> weight = load<N>(x_from + i);
-      const F<N> u = up + k.wd * weight;
+      const F<N> u = up + k.wd * load<N>(x_from + i);
       up_sum = up_sum + up * up;
       u_sum = u_sum + u * u;
-      x_sum = x_sum + weight * weight;
       const F<N> ratio = 1.0f / (reciprocal * (root<N>(learned * k.c2) + k.eps));
       const U<N> seen = bits_as<U<N>>(ratio) & mask<N>(reciprocal > F<N>{});
       const U<N> above = mask<N>(seen > top);
@@ -860,7 +858,6 @@ struct LambUpdate {
     }
     store<N>(up_acc + lane, up_sum);
     store<N>(u_acc + lane, u_sum);
-    store<N>(x_acc + lane, x_sum);
     store<N>(largest + lane, top);
   }
 };
@@ -1279,7 +1276,7 @@ EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, i
   });
 }
 
-// factors: 8 rows of one fp32 per block (b1, i1, b2, o2, c2, eps, alpha, wd); out: 4 fp32 per block, and 0 where there is no tensor
+// factors: 8 rows of one fp32 per block (b1, i1, b2, o2, c2, eps, alpha, wd); out: 3 fp32 per block, and 0 where there is no tensor
 EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                                const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* new_raw,
                                int64_t new_stride, int64_t new_per_row, const float* old, uint8_t* old_raw, int64_t old_stride,
@@ -1288,12 +1285,12 @@ EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, 
   const Payload now{new_raw, new_stride, new_per_row}, before{old_raw, old_stride, old_per_row};
   const int64_t lanes = block_size / kPlanes;
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch up(lanes), u(lanes), largest(lanes), x(lanes), staged(block_size);
+    Scratch up(lanes), u(lanes), largest(lanes), staged(block_size);
     SpanCursor cursor(table, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const Run run = cursor.at(block);
-      float* const result = out + 4 * block;
-      result[0] = result[1] = result[2] = result[3] = 0.0f;
+      float* const result = out + 3 * block;
+      result[0] = result[1] = result[2] = 0.0f;
       if (run.data == nullptr || run.length == 0) continue;
       const auto factor = [&](int row) { return factors[row * blocks + block]; };
       const Block in = block_of(now, block, lanes);
@@ -1314,7 +1311,6 @@ EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, 
       update.fresh = fresh + block * block_size;
       update.up_acc = up;
       update.u_acc = u;
-      update.x_acc = x;
       update.largest = reinterpret_cast<uint32_t*>(static_cast<float*>(largest));
       if (run.length == block_size) {
         for_each_tile(lanes, update);
@@ -1324,7 +1320,6 @@ EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, 
       result[0] = fold_lanes(up, lanes);
       result[1] = fold_lanes(u, lanes);
       result[2] = bits_as<float>(*std::max_element(update.largest, update.largest + lanes));
-      result[3] = fold_lanes(x, lanes);
     }
   });
 }

@@ -314,8 +314,8 @@ class ReferenceKernels:
             factors: fp32 ``(8, blocks)``: b1, i1 = 1/(1-b1), b2, o2 = 1-b2, c2 = 1/(1-b2^T), eps, alpha, wd.
 
         Returns:
-            fp32 ``(blocks, 4)``: sum of squares of up, sum of squares of u, largest ratio (0 where r is 0), sum of
-            squares of x; sums in the fixed order.
+            fp32 ``(blocks, 3)``: sum of squares of up, sum of squares of u, largest ratio (0 where r is 0); sums in the
+            fixed order.
         """
         bs = bucket.block_size
         x = torch.zeros(bucket.elements, device=r.device)
@@ -345,7 +345,6 @@ class ReferenceKernels:
                 block_square_sums(torch.where(valid, up, zero)),
                 block_square_sums(torch.where(valid, u, zero)),
                 ratio.amax(dim=1) if len(ratio) else zero.new_zeros(0),
-                block_square_sums(weights),
             ],
             dim=1,
         )

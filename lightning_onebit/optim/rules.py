@@ -117,6 +117,23 @@ def unprecondition_(m: Tensor, r: Tensor) -> None:
         piece.copy_(torch.where(factor > 0, piece / factor, torch.zeros_like(piece)))
 
 
+def preconditioned_squares(g: Sequence[Tensor], r: Sequence[Tensor]) -> Tensor:
+    """``sum((g*r)^2)`` of each gradient (any float dtype) with reciprocal denominators of its shape (fp32): fp64 ``(len(g),)``."""
+    norms: list[Tensor] = []
+    for part in _portions([piece.numel() for piece in r]):
+        products = torch._foreach_mul([g[i].float() for i in part], [r[i] for i in part])
+        norms += torch._foreach_norm(products, 2, torch.float64)
+    return torch.stack(norms).square()
+
+
+def sum_in_order(rows: Tensor) -> Tensor:
+    """Sum of rows, one after the other: the same bits wherever it is made."""
+    total = rows[0].clone()
+    for row in rows[1:]:
+        total += row
+    return total
+
+
 def floor_second_moment_(v: Tensor, *, phi: float) -> None:
     """``v = vd`` in place (see ``reciprocal_denominator_``); a tensor without any non-zero element stays zero."""
     w, floor = second_moment_floor(v, phi)
@@ -138,7 +155,7 @@ def dense_lamb_(
     weight_decay: float,
     bias_correction: bool,
     clip: tuple[float, float],
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """One LAMB step on averaged gradients, in place.
 
     ``m = b1 m + (1-b1) g ; v = b2 v + (1-b2) g^2 ; u = mhat/(sqrt(vhat)+eps) + wd*x ; x -= lr*c*u`` with
@@ -158,10 +175,10 @@ def dense_lamb_(
         clip: ``(min_coeff, max_coeff)``.
 
     Returns:
-        c of each tensor, fp64 ``(len(x),)`` on the device of ``x``.
+        c of each tensor, and ``||x||/||u||`` unclipped (0 where either norm is 0), fp64 ``(len(x),)`` on the device of ``x``.
     """
     b1, b2 = betas
-    coeffs = []
+    coeffs, ratios = [], []
     # a few tensors at a time: u is a temporary of their size
     for part in _portions([w.numel() for w in x]):
         weights, moments, squares = [x[i] for i in part], [m[i] for i in part], [v[i] for i in part]
@@ -182,11 +199,15 @@ def dense_lamb_(
         x_norm = torch.stack(torch._foreach_norm(weights, 2, torch.float64))
         u_norm = torch.stack(torch._foreach_norm(u, 2, torch.float64))
         live = (x_norm > 0) & (u_norm > 0)
-        c = torch.where(live, (x_norm / torch.where(live, u_norm, 1.0)).clamp(*clip), 1.0)
+        ratio = torch.where(live, x_norm / torch.where(live, u_norm, 1.0), 0.0)
+        c = torch.where(live, ratio.clamp(*clip), 1.0)
         torch._foreach_mul_(u, list((-lr * c).float().unbind()))
         torch._foreach_add_(weights, u)
         coeffs.append(c)
-    return torch.cat(coeffs) if coeffs else torch.zeros(0, dtype=torch.float64)
+        ratios.append(ratio)
+    if not coeffs:
+        return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
+    return torch.cat(coeffs), torch.cat(ratios)
 
 
 def _portions(numels: Sequence[int]) -> list[list[int]]:

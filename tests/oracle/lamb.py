@@ -18,6 +18,7 @@ from oracle.common import (
     present,
     squared_norm,
     step_over,
+    times_denominator,
     zero_if_missing,
 )
 
@@ -28,8 +29,9 @@ class Lamb:
     Attributes:
         c_avg: moving averages of the trust ratios ``c`` of the warm-up, per tensor.
         r: last scaling factors ``f``, per tensor.
-        w0: norms of the weights that ``c_avg`` belongs to, per tensor; 0 until a compressed step finds one.
+        rho: moving averages of ``||x||/||u||`` in the warm-up, per tensor; 0 where there was none.
         coeff: coefficient c of the last step, per tensor.
+        seen: what has been measured of every tensor with weights and gradients, in the steps in which it was: ``(||x||, energy)``.
     """
 
     def __init__(
@@ -53,7 +55,7 @@ class Lamb:
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        track_weight_norm: bool = True,
+        trust_ratio: str = "followed",
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -61,14 +63,17 @@ class Lamb:
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
-        self.track_weight_norm = track_weight_norm
+        self.followed = trust_ratio == "followed"
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
         self.v = [np.zeros(size) for size in sizes]
         self.vfresh = [np.zeros(size) for size in sizes]
         self.c_avg = [0.0] * len(x)  # init: c_avg = 0, r = 1
         self.r = [1.0] * len(x)
-        self.w0 = [0.0] * len(x)
+        self.rho = [0.0] * len(x)
+        self.seen: list[list[tuple[float, float]]] = [[] for _ in x]
+        self.c = [1.0] * len(x)  # of the next step
+        self.since = 0  # compressed steps
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
         self.k = [0] * len(x)
@@ -81,6 +86,7 @@ class Lamb:
         self.frozen = True
         self.vfresh = [floored(v, self.phi) for v in self.v]
         self.c_avg = [1.0 if c == 0.0 else c for c in self.c_avg]  # every c was exactly 1: use c_avg = 1
+        self.c = [self._clipped(ratio) for ratio in self.rho]
 
     def step(self, g: Gradients) -> None:
         """One step from the local gradients ``g[i][l]``."""
@@ -89,12 +95,15 @@ class Lamb:
             return
         g = flatten(g)
         factor = clip_factor(self._norm(g), self.max_norm)
+        self.since += self.frozen
         for l in range(len(self.x)):
             if present(g, l):
                 self.t[l] += 1
                 local = [factor * a for a in zero_if_missing(g, l, self.x[l].size)]
                 if self.frozen:
                     self._compressed(l, local)
+                    if self.followed and (self.since <= 10 or self.since % 10 == 0):
+                        self._measure(l, local)
                 else:
                     self._dense(l, np.mean(local, axis=0))
         self.steps += 1
@@ -111,7 +120,10 @@ class Lamb:
         c = 1.0  # c = 1 if either norm is 0
         if np.linalg.norm(x) != 0 and np.linalg.norm(u) != 0:
             # c = clip(||x||/||u||, min_coeff, max_coeff)
-            c = float(np.clip(np.linalg.norm(x) / np.linalg.norm(u), self.min_coeff, self.max_coeff))
+            ratio = float(np.linalg.norm(x) / np.linalg.norm(u))
+            c = float(np.clip(ratio, self.min_coeff, self.max_coeff))
+            # rho = coeff_beta*rho + (1-coeff_beta)*||x||/||u||, from the first there is
+            self.rho[l] = self.coeff_beta * (self.rho[l] or ratio) + (1 - self.coeff_beta) * ratio
         if c != 1.0:
             # c_avg = coeff_beta*c_avg + (1-coeff_beta)*c
             self.c_avg[l] = self.coeff_beta * self.c_avg[l] + (1 - self.coeff_beta) * c
@@ -119,6 +131,9 @@ class Lamb:
         self.x[l] = x - self.lr * c * u  # x -= lr*c*u
 
     def _compressed(self, l: int, g: Sequence[Array]) -> None:
+        if self.followed:
+            self._followed(l, g)
+            return
         x, m_old = self.x[l], self.m[l]
         # m = exchange(b1 m + (1-b1) g_i)
         self.m[l] = self.exchange(l, [self.b1 * m_old + (1 - self.b1) * g[i] for i in range(self.n)])
@@ -142,19 +157,39 @@ class Lamb:
         # f = clip(f, r(1-factor_threshold), r(1+factor_threshold)) ; r = f
         f = float(np.clip(f, self.r[l] * (1 - self.factor_threshold), self.r[l] * (1 + self.factor_threshold)))
         self.r[l] = f
-        self.coeff[l] = self._followed(l, self.c_avg[l] * f)
-        self.x[l] = x - self.lr * self.coeff[l] * u  # x -= lr * c * u
+        self.coeff[l] = self.c_avg[l] * f
+        self.x[l] = x - self.lr * self.coeff[l] * u  # x -= lr * c_avg*f * u
 
-    def _followed(self, l: int, frozen: float) -> float:
-        if not self.track_weight_norm:
-            return frozen
+    def _followed(self, l: int, g: Sequence[Array]) -> None:
+        x = self.x[l]
+        D = self._denominators(l)
+        # m/D = exchange((b1 m + (1-b1) g_i)/D)
+        sent = [step_over(self.b1 * self.m[l] + (1 - self.b1) * g[i], *D) for i in range(self.n)]
+        self.m[l] = times_denominator(self.exchange(l, sent), *D)
+        self.coeff[l] = self.c[l]
+        self.x[l] = x - self.lr * self.c[l] * (step_over(self._mhat(l), *D) + self.wd * x)  # x -= lr*c*u
+
+    def _measure(self, l: int, g: Sequence[Array]) -> None:
         norm = float(np.linalg.norm(self.x[l]))
-        if self.w0[l] == 0:
-            self.w0[l] = norm  # w0 = ||x|| at the first compressed step that finds it above 0
-        if norm == 0 or self.w0[l] == 0:
-            return frozen
-        # c = clip(c_avg*f * ||x||/w0, min_coeff, max_coeff)
-        return float(np.clip(frozen * norm / self.w0[l], self.min_coeff, self.max_coeff))
+        energy = squared_norm([step_over(g[i], *self._denominators(l)) for i in range(self.n)]) / self.n
+        if norm == 0 or energy == 0:
+            return
+        self.seen[l].append((norm, energy))
+        # G0: mean of the first ten, G: average over time from there
+        G0 = G = float(np.mean([e for _, e in self.seen[l][:10]]))
+        for _, e in self.seen[l][10:]:
+            G = 0.8 * G + 0.2 * e
+        w0 = self.seen[l][0][0]
+        U0 = w0 / (self.rho[l] or 1.0)
+        U = np.sqrt(max(0.0, U0**2 - (self.wd * w0) ** 2) * min(1.0, G / G0) + (self.wd * norm) ** 2)
+        if U > 0:
+            self.c[l] = self._clipped(norm / U)
+
+    def _clipped(self, ratio: float) -> float:
+        return float(np.clip(ratio, self.min_coeff, self.max_coeff)) if ratio > 0 else 1.0
+
+    def _denominators(self, l: int) -> tuple[Array, int, float, float, bool]:
+        return floored(self.v[l], self.phi), self.k[l], self.b2, self.eps, self.bias_correction
 
     def _mhat(self, l: int) -> Array:
         return self.m[l] / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.m[l]
