@@ -495,6 +495,7 @@ class Chain:
         also_rungs: rungs from the best at which these worlds are run, so that they have a search of their own.
         variants: further options, all seeds at the best lr.
         refine: search the half steps too.
+        fine: and their neighbours, a factor of 2**(1/4) away.
         seeds: seeds at the best lr.
         search: seeds of the search, whose mean loss decides.
     """
@@ -505,30 +506,33 @@ class Chain:
     options: Options = ()
     start: int = 6
     also: tuple[tuple[int, bool, tuple[int, ...]], ...] = ()
-    also_rungs: tuple[int, ...] = (0,)
+    also_rungs: tuple[float, ...] = (0,)
     variants: tuple[Options, ...] = ()
     refine: bool = True
+    fine: bool = False
     seeds: tuple[int, ...] = SEEDS
     search: tuple[int, ...] = (0,)
 
 
 def run_chain(chain: Chain) -> float:
-    """Finds the best lr (rungs a factor of 2 apart until the best is inside, then a factor of sqrt 2), then all else."""
-    losses: dict[int, float] = {}
+    """Finds the best lr (rungs a factor of 2 apart until the best is inside, then a factor of sqrt 2 and less), then all else."""
+    losses: dict[float, float] = {}
 
     def job(lr: float, seed: int, options: Options = chain.options) -> Job:
         return Job(chain.task, chain.optimizer, lr, seed, chain.workers, False, options)
 
-    def loss(k: int) -> float:
+    def loss(k: float) -> float:
         if k not in losses:
             losses[k] = statistics.fmean(run_job(job(rung(k), seed))["loss"] for seed in chain.search)
         return losses[k]
 
-    best = chain.start
+    best: float = chain.start
     while (winner := min([best, best - 2, best + 2], key=loss)) != best:
         best = winner
     if chain.refine:
         best = min([best, best - 1, best + 1], key=loss)
+    if chain.fine:
+        best = min([best, best - 0.5, best + 0.5], key=loss)
     lr = rung(best)
     for seed in chain.seeds:
         run_job(job(lr, seed))
@@ -622,10 +626,10 @@ def studies() -> dict[str, list[Chain]]:
             digits("binsgdm", options=published(0.7), start=6),
         ],
         "lamb": [
-            Chain("large_batch", "lamb", start=10, seeds=NINE_SEEDS),
-            Chain("large_batch", "onebit_lamb", 4, start=9, seeds=NINE_SEEDS, also=((4, True, NINE_SEEDS),)),
+            Chain("large_batch", "lamb", start=10, fine=True, seeds=NINE_SEEDS),
+            Chain("large_batch", "onebit_lamb", 4, start=9, fine=True, seeds=NINE_SEEDS, also=((4, True, SEEDS),)),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
-            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, sixty_four)),
+            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, (64, False, (0,)))),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
             Chain("large_batch", "onebit_lamb", 4, (*RECIPE, *FROZEN_RATIOS), start=10),
             Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0,)),
@@ -657,9 +661,9 @@ def studies() -> dict[str, list[Chain]]:
                 )
                 for options in ((), DENSER)
             ),
-            digits("lamb", 1, refine=True, seeds=ALL_SEEDS, also=((1, False, ALL_SEEDS),), also_rungs=(-1, 0, 1)),
-            digits("onebit_lamb", refine=True, seeds=ALL_SEEDS, also=((4, False, ALL_SEEDS),), also_rungs=(0, 1)),
-            digits("onebit_lamb", refine=True, seeds=MOST_SEEDS, variants=(FROZEN_RATIOS, (("freeze_step", 480),))),
+            # LAMB's best is sharp here: half a rung more or less costs 2 %
+            digits("lamb", 1, refine=True, fine=True, seeds=ALL_SEEDS, also=((1, False, ALL_SEEDS),), also_rungs=(-0.5, 0, 0.5)),
+            digits("onebit_lamb", refine=True, fine=True, seeds=ALL_SEEDS, also=((4, False, MOST_SEEDS),), also_rungs=(-0.5,)),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MANY_SEEDS),

@@ -3,6 +3,7 @@
 # ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -410,6 +411,39 @@ def test_a_checkpoint_without_norms_takes_them_at_the_next_compressed_step() -> 
         del state["onebit"][name]
     optimizer.load_state_dict(state)
     assert stepped(params, optimizer) == norms_of(params)
+
+
+def resumed_everywhere(group: Any, rank: int, world: int, problem: Problem) -> tuple[list[bool], list[float]]:
+    """Whether a run saved after each of its steps and continued by another optimizer ends as the one that was not interrupted."""
+    params = problem.parameters()
+    optimizer = problem.build(params, process_group=group)
+    saved, used = [], []
+    for t in range(problem.steps):
+        problem.put(params, t, rank)
+        optimizer.step()
+        used.append(optimizer.get_lamb_coeffs()["parameter 0"])
+        weights = [p.detach().clone() for p in params]
+        saved.append(copy.deepcopy((weights, optimizer.state_dict(), optimizer.residual_state_dict())))
+    equals = []
+    for cut, (weights, state, residuals) in enumerate(saved[:-1], start=1):
+        copies = [torch.nn.Parameter(p) for p in weights]
+        other = problem.build(copies, process_group=group)
+        other.load_state_dict(state)
+        other.load_residual_state_dict(residuals)
+        for t in range(cut, problem.steps):
+            problem.put(copies, t, rank)
+            other.step()
+        same = all(torch.equal(a, b) for a, b in zip(copies, params, strict=True))
+        equals.append(same and other.get_lamb_coeffs() == optimizer.get_lamb_coeffs())
+    return equals, used
+
+
+def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted() -> None:
+    """Bit for bit: in the warm-up, among the first measurements, and between the later ones, which count in an average."""
+    problem = dataclasses.replace(followed(32, max_coeff=30.0), cold=0, shapes=SMALL)
+    for equals, used in run_world(resumed_everywhere, 2, problem):
+        assert equals == [True] * 31
+        assert len(set(used[9:19])) == 10 and len(set(used[27:])) == 2, "ratios move in this run when they are measured"
 
 
 def test_a_rank_that_goes_on_alone_measures_anew() -> None:
