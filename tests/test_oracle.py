@@ -202,7 +202,7 @@ def test_lamb_warmup_scales_adamw_updates_by_the_trust_ratio() -> None:
 def test_lamb_factor_moves_slowly_within_its_bounds_and_the_blend_pulls_it_to_one() -> None:
     coefficients = {}
     for wd in (0.0, 1.0):
-        ours = Lamb(start(), 2, lr=0.01, b2=0.9, wd=wd, T_w=3)
+        ours = Lamb(start(), 2, lr=0.01, b2=0.9, wd=wd, T_w=3, trust_ratio="frozen")
         last = [1.0] * len(SHAPES)
         for t in range(12):
             scale = 1.0 if t < 3 else 0.01  # smaller gradients after the freeze: D/Dfresh > 1
@@ -215,8 +215,23 @@ def test_lamb_factor_moves_slowly_within_its_bounds_and_the_blend_pulls_it_to_on
     assert abs(coefficients[1.0][3] - 1) < abs(coefficients[0.0][3] - 1)
 
 
-def test_lamb_survives_a_tensor_without_momentum() -> None:
-    ours = Lamb([np.ones(4), np.zeros(3)], 2, wd=0.1, T_w=2)
+@pytest.mark.parametrize(("scale", "expected"), [(0.5, 2.0), (2.0, 1.0)])
+def test_lamb_ratio_follows_updates_that_shrink_and_not_those_that_grow(scale: float, expected: float) -> None:
+    """Weights stand still here, so that nothing else moves it."""
+    ours = Lamb(start(), 2, lr=0.0, max_coeff=100.0, min_coeff=0.0, T_w=3)
+    g = gradients(0, 2)
+    for _ in range(13):
+        ours.step(g)
+    rho = list(ours.rho)
+    assert ours.coeff == pytest.approx([c or 1.0 for c in rho])
+    for _ in range(10 * 40):
+        ours.step([[scale * a for a in worker] for worker in g])
+    assert ours.coeff == pytest.approx([c * expected if c else 1.0 for c in rho], rel=1e-3)
+
+
+@pytest.mark.parametrize("trust_ratio", ["followed", "frozen"])
+def test_lamb_survives_a_tensor_without_momentum(trust_ratio: str) -> None:
+    ours = Lamb([np.ones(4), np.zeros(3)], 2, wd=0.1, T_w=2, trust_ratio=trust_ratio)
     for _ in range(5):
         ours.step([[np.zeros(4), np.zeros(3)] for _ in range(2)])
     assert all(np.isfinite(a).all() for a in ours.x)
