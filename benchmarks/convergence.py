@@ -627,9 +627,9 @@ def studies() -> dict[str, list[Chain]]:
         ],
         "lamb": [
             Chain("large_batch", "lamb", start=10, fine=True, seeds=NINE_SEEDS),
-            Chain("large_batch", "onebit_lamb", 4, start=9, fine=True, seeds=NINE_SEEDS, also=((4, True, SEEDS),)),
+            Chain("large_batch", "onebit_lamb", 4, start=9, fine=True, seeds=NINE_SEEDS, also=((4, True, NINE_SEEDS),)),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
-            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, (64, False, (0,)))),
+            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, sixty_four)),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
             Chain("large_batch", "onebit_lamb", 4, (*RECIPE, *FROZEN_RATIOS), start=10),
             Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0,)),
