@@ -662,8 +662,23 @@ def studies() -> dict[str, list[Chain]]:
                 for options in ((), DENSER)
             ),
             # LAMB's best is sharp here: half a rung more or less costs 2 %
-            digits("lamb", 1, refine=True, fine=True, seeds=ALL_SEEDS, also=((1, False, ALL_SEEDS),), also_rungs=(-0.5, 0, 0.5)),
-            digits("onebit_lamb", refine=True, fine=True, seeds=ALL_SEEDS, also=((4, False, MOST_SEEDS),), also_rungs=(-0.5,)),
+            digits(
+                "lamb",
+                1,
+                refine=True,
+                fine=True,
+                seeds=ALL_SEEDS,
+                also=((1, False, ALL_SEEDS),),
+                also_rungs=(-0.5, 0, 0.5),
+            ),
+            digits(
+                "onebit_lamb",
+                refine=True,
+                fine=True,
+                seeds=ALL_SEEDS,
+                also=((4, False, MOST_SEEDS),),
+                also_rungs=(-0.5,),
+            ),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MANY_SEEDS),

@@ -1,11 +1,12 @@
 """What a step costs without a slow network: the compressed step's local work, and the warm-up step against Lightning's ddp.
 
     python benchmarks/step.py local      # compressed 1-bit Adam step against torch.optim.AdamW(fused=True), one process
+    python benchmarks/step.py local --algorithm onebit_lamb
     python benchmarks/step.py warmup     # training steps through the Trainer, 2 processes: ddp against the dense stage of onebit_adam
 
 ``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: gradient statistics, compress,
 server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for. "No skips" is
-``max_consecutive_skips=0``, which needs no statistics.
+``max_consecutive_skips=0``, which needs no statistics. "Measurement" is what 1-bit LAMB does at the end of one step of ten besides.
 """
 
 from __future__ import annotations
@@ -54,12 +55,15 @@ def _echo(ranks: int) -> Any:
     return Echo(SimulatedWorld(ranks), tuple(range(ranks)), 0)
 
 
-def local(threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks: int) -> dict[str, Any]:
+def local(
+    threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks: int, algorithm: str = "onebit_adam"
+) -> dict[str, Any]:
     """The compressed step of a transformer of about ``3.15 M * layers`` parameters, in one process."""
     import torch
 
-    from lightning_onebit.optim import OnebitAdam
+    from lightning_onebit.optim import OnebitAdam, OnebitLamb
 
+    optimizer_class: Any = {"onebit_adam": OnebitAdam, "onebit_lamb": OnebitLamb}[algorithm]
     torch.set_num_threads(threads)
     candidates = {}
     elements = 0
@@ -81,9 +85,11 @@ def local(threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks
         "onebit, no skips": {"max_consecutive_skips": 0},
         "onebit, no skips, bf16 residuals": {"max_consecutive_skips": 0, "residual_dtype": "bfloat16"},
     }
+    if algorithm == "onebit_lamb":
+        variants["onebit step, published rule"] = {"trust_ratio": "frozen"}
     for size in bucket_mb:
         for name, options in variants.items():
-            optimizer = OnebitAdam(
+            optimizer = optimizer_class(
                 *(model().parameters(), 1e-4),
                 freeze_step=1,
                 process_group=_echo(ranks),
@@ -92,9 +98,14 @@ def local(threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks
                 **options,
             )
             candidates[f"{name}, {size:g} MB buckets"] = optimizer.step
+            if algorithm == "onebit_lamb" and not options:
+                for _ in range(2):
+                    optimizer.step()  # it has frozen, and taken a compressed step
+                candidates[f"measurement, {size:g} MB buckets"] = torch.no_grad()(optimizer._measure)
     seconds = side_by_side(candidates, repeats=repeats)
     ratios = {name: ratio(seconds, name, "AdamW fused") for name in candidates}
     return {
+        "algorithm": algorithm,
         "elements": elements,
         "threads": threads,
         "ranks": ranks,
@@ -184,6 +195,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--ranks", type=int, default=2, help="local: of the world whose rank is measured")
     parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--algorithm", choices=["onebit_adam", "onebit_lamb"], default="onebit_adam", help="local")
     parser.add_argument("--bucket-mb", type=float, nargs="+", default=[4.0, 16.0, 64.0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--turns", type=int, default=3)
@@ -194,7 +206,7 @@ def main() -> None:
         _train(args.strategy, args.out, args.layers, args.steps)
         return
     if args.what == "local":
-        result = local(args.threads, args.repeats, args.layers, args.bucket_mb, args.ranks)
+        result = local(args.threads, args.repeats, args.layers, args.bucket_mb, args.ranks, args.algorithm)
         print(f"{result['elements'] / 1e6:.1f} M parameters, {result['threads']} threads")
         for name, value in result["median_seconds"].items():
             print(f"  {name:<28}{value * 1e3:>9.2f} ms{result['over_adamw_fused'][name]:>8.2f}x AdamW fused")
@@ -207,10 +219,9 @@ def main() -> None:
             f"  onebit_adam / ddp: {result['onebit_over_ddp']:.3f} in time, {result['peak_onebit_over_ddp']:.3f} in memory"
         )
         values = {name: value * 1e3 for name, value in result["median_seconds"].items()}
-    write_json(args.out / f"step_{args.what}.json", {"machine": machine_info(), **result})
-    horizontal_bars(
-        args.out / f"step_{args.what}.png", values, unit="ms per step (median)", title=f"step.py {args.what}"
-    )
+    name = f"step_{args.what}" + ("_lamb" if args.algorithm == "onebit_lamb" else "")
+    write_json(args.out / f"{name}.json", {"machine": machine_info(), **result})
+    horizontal_bars(args.out / f"{name}.png", values, unit="ms per step (median)", title=f"step.py {args.what}")
 
 
 if __name__ == "__main__":
