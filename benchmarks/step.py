@@ -202,6 +202,8 @@ def main() -> None:
     parser.add_argument("--strategy", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
+    if args.algorithm != "onebit_adam" and args.what != "local":
+        parser.error(f"--algorithm {args.algorithm} has no effect with {args.what!r}; leave it out")
     if args.what == "train":
         _train(args.strategy, args.out, args.layers, args.steps)
         return

@@ -514,3 +514,27 @@ def test_plan_holds_every_element_once_and_pads_to_the_world_only(
         view = plan.view(flat, param, torch.empty(numel))
         pieces = [b.slice(flat)[s.block * block_size :][: s.numel] for b, s in plan.spans_of(param)]
         assert torch.equal(view, torch.cat(pieces) if pieces else torch.empty(0))
+
+
+def test_lamb_update_sums_the_squares_of_weights_without_padding_and_absent_tensors(kernels: KernelBackend) -> None:
+    """Of small whole numbers, which any order of additions sums exactly; ``u = x`` where the momentum is 0 and the decay 1."""
+    device, sizes, block_size = device_of(kernels), (150, 70, 40, 64), 64
+    bucket = bucket_of(sizes, block_size, device, world=4)
+    draw = torch.Generator().manual_seed(0)
+    x = [torch.randint(-8, 9, (span.numel,), generator=draw).float().to(device) for span in bucket.spans]
+    spans: list[Tensor | None] = [None if index == 1 else t for index, t in enumerate(x)]
+    expected = torch.zeros(bucket.blocks)
+    for span, tensor in zip(bucket.spans, spans, strict=True):
+        if tensor is not None:
+            for k in range(span.blocks(block_size)):
+                expected[span.block + k] = tensor[k * block_size : (k + 1) * block_size].square().sum()
+    momentum = Packed.empty(1, bucket.blocks, block_size, device=device)
+    momentum.raw.zero_()
+    flat = torch.ones(bucket.elements, device=device)
+    factors = torch.full((8, bucket.blocks), 0.5, device=device)
+    factors[7] = 1.0
+    partials = kernels.lamb_update(bucket, spans, momentum, flat, flat, flat.clone(), factors)
+    assert partials.shape == (bucket.blocks, 3)
+    assert partials[:, 0].tolist() == [0.0] * bucket.blocks
+    assert partials[:, 1].tolist() == expected.tolist()
+    assert (expected > 0).sum() == sum(s.blocks(block_size) for s in bucket.spans) - bucket.spans[1].blocks(block_size)

@@ -313,7 +313,7 @@ def test_the_coefficient_follows_both_norms() -> None:
             step = mine[k]
             assert step["used"] == before, "what was known before the step"
             if k <= 10 or k % 10 == 0:
-                energy = (step["energy"] + other[k]["energy"]) / 2
+                energy = (step["energy"] + other[k]["energy"]) / 2**2
                 energies.append(energy)
                 reference = float(np.mean(energies[:10]))
                 average = reference if len(energies) <= 10 else 0.8 * average + 0.2 * energy
@@ -326,6 +326,26 @@ def test_the_coefficient_follows_both_norms() -> None:
             assert [step[key] for key in NORMS] == pytest.approx([w0, reference, average, len(energies)], rel=1e-6)
             assert [other[k][key] for key in (*NORMS, "coefficient")] == [step[key] for key in (*NORMS, "coefficient")]
         assert free >= 10 and mine[-1]["used"] == 0.15
+
+
+def spread_worker(group: Any, rank: int, world: int) -> float:
+    """One global batch of four gradients that have nothing in common, ranks take equal parts of it."""
+    p = torch.nn.Parameter(torch.full((64,), 2.0))
+    optimizer = OnebitLamb([p], freeze_step=1, block_size=32, process_group=group)
+    parts = 4 // world
+    for dense in (True, False):
+        p.grad = torch.ones(64)
+        if not dense:
+            p.grad = torch.zeros(64)
+            p.grad[16 * parts * rank : 16 * parts * (rank + 1)] = 1.0 / parts
+        optimizer.step()
+    return float(optimizer.state_dict()["onebit"]["gradient_energy"][0])
+
+
+def test_what_is_measured_does_not_depend_on_who_shares_the_batch() -> None:
+    """Else a run resumed in another world would take its ratios for grown or shrunk."""
+    two, four = run_world(spread_worker, 2)[0], run_world(spread_worker, 4)[0]
+    assert two == pytest.approx(four, rel=1e-6) and two > 0
 
 
 def test_a_frozen_coefficient_stays_the_average_times_its_correction() -> None:

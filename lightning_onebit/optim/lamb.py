@@ -48,7 +48,7 @@ class OnebitLamb(AdamMoments):
     step longer, the more so the smaller gradients become, so that its own norm would mislead. Measured at the end of compressed steps
     1 to 10 and of every tenth from there::
 
-        G = mean_i ||g_i/D||^2, averaged over time ;  w0, G0: ||x|| at the first and G over the first ten ;  U0 = w0/rho
+        G = sum_i ||g_i/D||^2 / n^2, averaged over time ;  w0, G0: ||x|| at the first and G over the first ten ;  U0 = w0/rho
         c = clip(||x|| / sqrt((U0^2 - (wd*w0)^2) * min(1, G/G0) + (wd*||x||)^2), min_coeff, max_coeff)
 
     and ``rho`` is the average of ``||x||/||u||`` at the end of the warm-up, which c is up to the first of these. Where gradients grow
@@ -345,7 +345,7 @@ class OnebitLamb(AdamMoments):
         known = {name: self._scalars[name][index] for name in (*_MEASURED, "ratio_average", "coefficient")}
         # replicas are equal, but sums over them may differ in the last bit with the number of threads: rank 0's count
         rows = self._share(torch.stack([energies, torch.stack(norms), known["ratio_average"]]))
-        energy, norm, rho = sum_in_order(rows[:, 0]) / len(rows), rows[0, 1], rows[0, 2]
+        energy, norm, rho = sum_in_order(rows[:, 0]) / len(rows) ** 2, rows[0, 1], rows[0, 2]
         measured, w0, reference, average = (known[name] for name in _MEASURED)
         seen = (energy > 0) & (norm > 0)  # not where a parameter sits out: its energy is 0
         measured = measured + seen

@@ -171,7 +171,7 @@ class Lamb:
 
     def _measure(self, l: int, g: Sequence[Array]) -> None:
         norm = float(np.linalg.norm(self.x[l]))
-        energy = squared_norm([step_over(g[i], *self._denominators(l)) for i in range(self.n)]) / self.n
+        energy = squared_norm([step_over(g[i], *self._denominators(l)) for i in range(self.n)]) / self.n**2
         if norm == 0 or energy == 0:
             return
         self.seen[l].append((norm, energy))
