@@ -220,11 +220,16 @@ def other_rule_worker(group: Any, rank: int, world: int, made: Problem) -> None:
         made.put(params, t, rank)
         optimizer.step()
     state, residuals = optimizer.state_dict(), optimizer.residual_state_dict()
-    preconditioned = made.options["preconditioned"]
+    lamb = made.algorithm == "onebit_lamb"
+    preconditioned = made.options["trust_ratio"] == "followed" if lamb else made.options["preconditioned"]
+    opposite = (
+        {"trust_ratio": "frozen" if preconditioned else "followed"} if lamb else {"preconditioned": not preconditioned}
+    )
     assert any("preconditioned_momentum" in s for s in state["state"].values()) == preconditioned
-    other = made.build(made.parameters(), process_group=group, preconditioned=not preconditioned)
+    other = made.build(made.parameters(), process_group=group, **opposite)
     other.load_state_dict(state)
-    message = f"preconditioned={preconditioned}, this run has {not preconditioned}.*continue with preconditioned={preconditioned}"
+    remedy = f"trust_ratio='{made.options['trust_ratio']}'" if lamb else f"preconditioned={preconditioned}"
+    message = f"preconditioned={preconditioned}, this run has {not preconditioned}.*continue with {remedy}"
     with pytest.raises(ValueError, match=message):
         other.load_residual_state_dict(residuals)
     with pytest.raises(ValueError, match=message):
@@ -240,12 +245,15 @@ def other_rule_worker(group: Any, rank: int, world: int, made: Problem) -> None:
 
 
 @pytest.mark.parametrize("preconditioned", [True, False])
-@pytest.mark.parametrize("algorithm", ["onebit_adam", "zero_one_adam"])
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
 def test_residuals_of_the_other_rule_are_refused_and_the_momentum_is_converted(
     algorithm: str, preconditioned: bool
 ) -> None:
     # the last step is a one-bit round, with gap 1 if there are local steps
-    made = problem(algorithm, {"preconditioned": preconditioned}, steps=8 if algorithm == "onebit_adam" else 6)
+    rule: dict[str, Any] = {"preconditioned": preconditioned}
+    if algorithm == "onebit_lamb":
+        rule = {"trust_ratio": "followed" if preconditioned else "frozen"}
+    made = problem(algorithm, rule, steps=6 if algorithm == "zero_one_adam" else 8)
     run_world(other_rule_worker, 2, made)
 
 

@@ -32,6 +32,13 @@ _KINDS = {
 _DROPPED = frozenset({"local_update", "local_weights"})
 
 
+def remedy(algorithm: str, key: str, saved: Any) -> str:
+    """What to say to a run whose residuals were saved with another value of ``key``, an entry of their description ("": nothing helps)."""
+    if key == "preconditioned" and algorithm == "onebit_lamb":
+        key, saved = "trust_ratio", "followed" if saved else "frozen"
+    return f"; continue with {key}={saved!r}" if key in ("block_size", "preconditioned", "trust_ratio") else ""
+
+
 class _Run(NamedTuple):
     """``blocks`` blocks from ``block`` on, of all blocks in a row."""
 
@@ -73,7 +80,7 @@ class Redistribution:
             if saved != wanted:
                 raise ValueError(
                     f"residuals were saved with {key}={saved!r}, this run has {wanted!r}, and cannot be redistributed"
-                    + (f"; continue with {key}={saved!r}" if key in ("block_size", "preconditioned") else "")
+                    + remedy(self._mine["algorithm"], key, saved)
                 )
         size, size_per_node = theirs["world_size"], theirs["ranks_per_node"]
         copies = {_WORKER: size // size_per_node, _SERVER: 1, _WHOLE: size}

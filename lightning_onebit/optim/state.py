@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.optim.arena import ArenaOptimizer, Phase
+from lightning_onebit.optim.redistribute import remedy
 
 STATE_VERSION = 1
 # options that torch.optim.Adam(W) keeps in its groups and that mean nothing here
@@ -105,7 +106,7 @@ class StatefulOptimizer(ArenaOptimizer):
             if theirs != ours:
                 raise ValueError(
                     f"residual state has {key}={theirs!r}, this run has {ours!r}; residuals cannot be loaded as they are"
-                    + (f": continue with {key}={theirs!r}" if key in ("block_size", "preconditioned") else "")
+                    + remedy(self.algorithm, key, theirs)
                 )
         self._load_rank_state(state["tensors"])
 
