@@ -117,7 +117,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument(
         "--refresh-interval",
         type=_whole(1),
-        help="1-bit Adam's and 0/1 Adam's: steps between refreshes after the freeze (none; those that begin by themselves are not counted)",
+        help="all but BinSGDM: steps between refreshes after the freeze (none; those that begin by themselves are not counted)",
     )
     model.add_argument("--refresh-steps", type=_whole(1), help="dense steps of such a refresh (4)")
     model.add_argument(

@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning_onebit import _trees
 from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.lamb import FACTORS
+from lightning_onebit.optim.lamb import FROZEN_OPTIONS
 
 #: ``optimizer.type``, in lower case as DeepSpeed compares it
 _TYPES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}
@@ -243,7 +243,7 @@ class _Translation:
             elif name in _OPTIONS[algorithm]:
                 self.options[name] = value
                 self.honoured[key] = f"{name}={value!r} of the strategy"
-                if value != FACTORS.get(name, value):
+                if value != FROZEN_OPTIONS.get(name, value):
                     self.options["trust_ratio"] = "frozen"
                     self.honoured[key] += ", with trust_ratio='frozen', the rule that it belongs to"
             elif name in _HYPERPARAMETERS:

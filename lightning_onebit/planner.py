@@ -136,7 +136,7 @@ class Job:
         compute: seconds of a step that exchanges nothing: forward, backward and a dense optimizer step.
         steps: real steps of the run.
         warmup: share of dense steps of 1-bit Adam and 1-bit LAMB, of steps up to the variance freeze for 0/1 Adam.
-        refresh_interval: 1-bit Adam's and 0/1 Adam's: steps between two refreshes of the frozen variance; None: there are none (those that
+        refresh_interval: all but BinSGDM: steps between two refreshes of the frozen variance; None: there are none (those that
             begin by themselves depend on the gradients and cannot be counted).
         refresh_steps: dense steps of such a refresh; None: 4.
         gradient_bytes: of a gradient element in the warm-up: 4, or 2 where parameters are 16-bit.
@@ -467,7 +467,7 @@ def _rounds(job: Job, name: str) -> dict[str, float]:
         return {"dense": 0.0, "one_bit": job.steps + float(job.steps.bit_length()), "silent": 0.0}
     dense = round(job.warmup * job.steps)
     span = job.refresh_steps or REFRESH_STEPS
-    if name == "onebit_adam" and job.refresh_interval is not None:
+    if name in ("onebit_adam", "onebit_lamb") and job.refresh_interval is not None:
         whole, rest = divmod(job.steps - dense, job.refresh_interval + span)
         dense += whole * span + max(0, rest - job.refresh_interval)
     if name != "zero_one_adam":

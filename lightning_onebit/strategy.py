@@ -116,9 +116,9 @@ class OnebitMixin(_Base):
         trust_ratio: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
             ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
-        refresh_interval: 1-bit Adam and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"`` (default) or
-            ``"never"``, see ``OnebitAdam``.
-        refresh_steps: 1-bit Adam and 0/1 Adam: dense steps of a refresh.
+        refresh_interval: 1-bit Adam, 1-bit LAMB and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"``
+            (default) or ``"never"``, see ``OnebitAdam`` and ``OnebitLamb``.
+        refresh_steps: the same: dense steps of a refresh.
         var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.

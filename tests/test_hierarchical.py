@@ -88,7 +88,7 @@ def test_hierarchical_is_bitwise_the_flat_exchange_run_on_node_means(
         node, local = divmod(rank, ranks_per_node)
         assert equal(result["trajectory"], flat[node]["trajectory"])
         assert equal(result["state"], flat[node]["state"]), "replicated state"
-        for key in ("coeff_average", "last_factor", "last_coeff", "weight_norm"):
+        for key in ("coeff_average", "last_factor", "last_coeff", "coefficient"):
             assert result["books"].get(key) == flat[node]["books"].get(key)
         # what differs by rank: shard k of the node's, padding apart
         for key, shard in result["residuals"].items():

@@ -83,6 +83,7 @@ def test_every_algorithm_trains_replicas_that_everybody_sees_equal(
 
 REFRESHING = {
     "onebit_adam": {"freeze_step": 2, "refresh_interval": 3, "refresh_steps": 2},
+    "onebit_lamb": {"freeze_step": 2, "refresh_interval": 3, "refresh_steps": 2},
     # two steps of a variance, a synchronisation, a step alone, a synchronisation that comes for the refresh
     "zero_one_adam": {
         "var_freeze_step": 2,
@@ -95,10 +96,12 @@ REFRESHING = {
 
 
 def refreshing_rank(rank: int, world: int, folder: str, algorithm: str) -> dict[str, Any]:
-    """Plain AdamW, converted, with accumulation and clipping; saved in the middle of a refresh and continued from there."""
+    """Plain AdamW, converted, or LAMB, with accumulation and clipping; saved in the middle of a refresh and continued from there."""
     pl = enter(rank)
 
-    def adamw(module: Any) -> Any:
+    def configured(module: Any) -> Any:
+        if algorithm == "onebit_lamb":
+            return module.trainer.strategy.optimizer(module.parameters(), lr=1e-2)
         return torch.optim.AdamW(module.parameters(), lr=1e-2)
 
     found: dict[str, Any] = {"dense": [], "different": [], "alone": 0}
@@ -115,7 +118,7 @@ def refreshing_rank(rank: int, world: int, folder: str, algorithm: str) -> dict[
     for ckpt_path in (None, f"{folder}/step=6.ckpt"):
         found["dense"] = found["dense"][:6]
         strategy = strategy_class()(algorithm, block_size=64, **REFRESHING[algorithm])
-        module = make_module(pl, adamw, norm_net, on_train_batch_end=on_train_batch_end)
+        module = make_module(pl, configured, norm_net, on_train_batch_end=on_train_batch_end)
         trainer = quiet_trainer(
             *(pl, strategy),
             max_steps=11,

@@ -68,6 +68,7 @@ LOCAL = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1, "
         ("OnebitAdam", {"freeze_step": 2, "residual_dtype": "bfloat16"}, 4, 6.125, 2.0),
         # between refreshes nothing more
         ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 1}, 7, 8.125, 4.0),
+        ("OnebitLamb", {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 1}, 7, 8.125, 4.0),
         ("OnebitLamb", {"freeze_step": 2}, 4, 8.125, 4.0),
         # ... and fresh second moments 4
         ("OnebitLamb", {"freeze_step": 2, "trust_ratio": "frozen"}, 4, 12.125, 4.0),
@@ -99,6 +100,7 @@ def test_an_optimizer_holds_the_documented_bytes_per_parameter(
     [
         # r 4, residual 4, m 4, v 4; and buckets of averaged gradients 4
         ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2}, 6, 20),
+        ("OnebitLamb", {"freeze_step": 2, "refresh_interval": 2}, 6, 20),
         # after local steps, whose accumulated update and anchor are given back
         ("ZeroOneAdam", {**LOCAL, "refresh_interval": 3}, 7, 20),
         ("ZeroOneAdam", {**LOCAL, "local_step_clipper": 1, "refresh_interval": 3}, 7, 20),

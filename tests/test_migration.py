@@ -86,11 +86,11 @@ def test_a_configuration_of_the_tutorial_is_taken_over() -> None:
 
 LAMB = {
     "freeze_step": 1000,
-    **{"max_coeff": 0.3, "min_coeff": 0.02, "coeff_beta": 0.8},
+    **{"max_coeff": 0.3, "min_coeff": 0.02, "coeff_beta": 0.9},
     **{"factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1},
 }
 #: what only the published rule has
-CORRECTED = {"factor_max": 3.0, "factor_min": 0.6, "factor_threshold": 0.2}
+CORRECTED = {"coeff_beta": 0.8, "factor_max": 3.0, "factor_min": 0.6, "factor_threshold": 0.2}
 
 
 @pytest.mark.parametrize(

@@ -14,30 +14,29 @@ from optim_support import SMALL, Problem, close, equal, joined, run_world, snaps
 
 from lightning_onebit.optim.lamb import OnebitLamb
 
-#: the trust ratio meets both of its clips, and moves between them when its reference is complete
+#: the trust ratio meets both of its clips, and moves between them
 FOLLOWED = {
     "lr": 0.02,
     "betas": (0.9, 0.9),
     "weight_decay": 0.1,
     "freeze_step": 8,
     "max_coeff": 2.0,
-    "min_coeff": 0.5,
-    "coeff_beta": 0.7,
+    "min_coeff": 0.6,
     "block_size": 64,
     "bucket_mb": 0.0016,
 }
 #: and the correction both of its bounds and its speed limit
 FROZEN = {
-    **{**FOLLOWED, "weight_decay": 0.3, "max_coeff": 1.2},
-    **{"trust_ratio": "frozen", "factor_max": 1.8, "factor_min": 0.7, "factor_threshold": 0.08},
+    **{**FOLLOWED, "weight_decay": 0.3, "max_coeff": 1.2, "min_coeff": 0.5},
+    **{"trust_ratio": "frozen", "coeff_beta": 0.7, "factor_max": 1.8, "factor_min": 0.7, "factor_threshold": 0.08},
 }
 SHAPES = ((40, 30), (7,), (0,), (1,), (3, 100), (50,))
 
 
-def followed(steps: int = 52, **differing: Any) -> Problem:
-    """8 dense steps, 44 compressed ones with shrinking gradients, several buckets; part of the first tensor never has a gradient."""
+def followed(steps: int = 76, growth: float = 1.02, **differing: Any) -> Problem:
+    """8 dense steps, 50 compressed ones with growing gradients, a refresh, more; part of the first tensor never has a gradient."""
     options = {**FOLLOWED, **differing}
-    return Problem(steps, options, shapes=SHAPES, cold=100, seed=13, algorithm="onebit_lamb", growth=0.95)
+    return Problem(steps, options, shapes=SHAPES, cold=100, seed=13, algorithm="onebit_lamb", growth=growth)
 
 
 def frozen(**differing: Any) -> Problem:
@@ -50,9 +49,11 @@ def frozen(**differing: Any) -> Problem:
 BLANK = dataclasses.replace(followed(24, max_coeff=1.2), lrs=(0.0,) * 8 + (0.02,) * 16, blank=(1, 4), growth=1.12)
 RUNS = {
     "defaults": followed(),
+    "shrinking gradients": followed(growth=0.975),
+    "a refresh every 7 steps": followed(40, refresh_interval=7, refresh_steps=2),
     "published recipe": frozen(bias_correction=False),
     "frozen ratios": frozen(),
-    "without bias correction": followed(bias_correction=False),
+    "never refreshed": dataclasses.replace(followed(70, refresh_interval="never", bias_correction=False), seed=14),
     "weights that start at zero": BLANK,
 }
 
@@ -88,7 +89,8 @@ def test_follows_the_oracle_across_the_freeze(world: int, run: str) -> None:
     results = run_world(coefficients, world, problem, real=True)
     e, d = joined(results, problem)
     for result in results:
-        assert result["kinds"] == [8, problem.steps - 8] and result["bytes"] > 0
+        dense = sum(simulated.dense_steps)
+        assert result["kinds"] == [dense, problem.steps - dense] and result["bytes"] > 0
         for l, size in enumerate(np.prod(s) for s in SHAPES):
             close(result["x"][l], simulated.x[l], problem.lr_at(problem.steps - 1))
             if size:
@@ -133,22 +135,26 @@ def test_the_run_of_the_oracle_test_meets_every_clip(world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_runs_of_the_oracle_test_meet_every_case_of_the_norms(world: int) -> None:
-    """Both clips of c, ratios between them that move on after the reference is complete, and tensors without a norm or a ratio."""
+    """Both clips of c and ratios between them that move on, products X below 0, tensors without a norm, refreshes."""
     dense = FOLLOWED["freeze_step"]
     bounds = FOLLOWED["min_coeff"], FOLLOWED["max_coeff"]
-    for name, clips in (("defaults", bounds), ("weights that start at zero", (1.2,))):
+    for name, clips in (("shrinking gradients", bounds), ("weights that start at zero", (1.2,))):
         c: list[list[float]] = []
         simulated = RUNS[name].simulate(world, lambda o, t, c=c: c.append(list(o.coeff)))  # type: ignore[misc]
         now = np.array(c[dense:])
         assert all((now == clip).any() for clip in clips)
         if RUNS[name].blank:
-            assert [simulated.rho[l] for l in RUNS[name].blank] == [0.0, 0.0], "no ratio in the warm-up"
             assert (now[0, list(RUNS[name].blank)] == 1.0).all(), "the first compressed step finds them at 0"
             assert all(simulated.seen[l] for l in RUNS[name].blank)
         else:
-            late = now[25:]
-            free = ((late > bounds[0]) & (late < bounds[1])).all(axis=0)
-            assert np.ptp(late, axis=0)[free].max() > 0.1
+            between = [set(column[(column > bounds[0]) & (column < bounds[1])]) for column in now[1:50].T]
+            assert max(len(values) for values in between) > 6
+    assert any(X < 0 for run in RUNS.values() for seen in run.simulate(world).seen for _, X in seen)
+    kinds = {name: "".join("cd"[d] for d in RUNS[name].simulate(world).dense_steps[dense:]) for name in RUNS}
+    assert kinds["defaults"] == 50 * "c" + 4 * "d" + 14 * "c"
+    assert kinds["a refresh every 7 steps"] == 3 * (7 * "c" + 2 * "d") + 5 * "c"
+    for name in ("shrinking gradients", "never refreshed", "frozen ratios"):
+        assert set(kinds[name]) == {"c"}
 
 
 def independent_lamb(problem: Problem, world: int, clip: tuple[float, float]) -> list[np.ndarray]:
@@ -254,7 +260,7 @@ def test_the_freeze_starts_fresh_moments_at_the_frozen_ones() -> None:
 # ----- ratios that follow both norms ----------------------------------------------------------------------------------------------
 
 
-NORMS = ("weight_norm", "gradient_reference", "gradient_energy", "measurements")
+MEASURED = ("signal", "energy", "energy_reference", "measurements")
 DECAY = 0.1
 
 
@@ -263,14 +269,15 @@ def growing_worker(group: Any, rank: int, world: int, trust_ratio: str) -> list[
     params = [torch.nn.Parameter(torch.full((70,), 0.02, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     optimizer = OnebitLamb(
         params,
-        **{"lr": 0.1, "freeze_step": 3, "coeff_beta": 0.0, "max_coeff": 0.15, "trust_ratio": trust_ratio},
-        **{"block_size": 32, "process_group": group, "weight_decay": DECAY},
+        **{"lr": 0.1, "freeze_step": 3, "max_coeff": 0.15, "trust_ratio": trust_ratio},
+        **{"refresh_interval": "never", "block_size": 32, "process_group": group, "weight_decay": DECAY},
     )
     draws = torch.Generator().manual_seed(rank)
     seen = []
     for t in range(64):
         for p in params:
             p.grad = ((-1.0 - 0.2 * torch.randn(p.shape, generator=draws)) / (1 + 0.02 * t)).to(p.dtype)
+        before = optimizer.state_dict()["state"]
         optimizer.step()
         state = optimizer.state_dict()
         books, used = state["onebit"], optimizer.get_lamb_coeffs()
@@ -279,11 +286,8 @@ def growing_worker(group: Any, rank: int, world: int, trust_ratio: str) -> list[
                 {
                     "norm": float(state["state"][i].get("master", p).detach().double().norm()),
                     "used": used[f"parameter {i}"],
-                    **{
-                        key: books[key][i]
-                        for key in (*NORMS, "ratio_average", "coefficient", "coeff_average", "last_factor")
-                    },
-                    "energy": own_energy(p, state["state"][i]),
+                    **{key: books[key][i] for key in (*MEASURED, "coefficient", "coeff_average", "last_factor")},
+                    **own_products(p, before.get(i, {})),
                 }
                 for i, p in enumerate(params)
             ]
@@ -291,10 +295,12 @@ def growing_worker(group: Any, rank: int, world: int, trust_ratio: str) -> list[
     return seen[2:]
 
 
-def own_energy(p: torch.nn.Parameter, state: dict[str, torch.Tensor]) -> float:
-    if "reciprocal_denominator" not in state or p.grad is None:
-        return 0.0
-    return float((p.grad.double() * state["reciprocal_denominator"].double()).square().sum())
+def own_products(p: torch.nn.Parameter, state: dict[str, torch.Tensor]) -> dict[str, float]:
+    """What this rank measures of a parameter, from its state before the step."""
+    if "preconditioned_momentum" not in state or p.grad is None:
+        return {"E": 0.0, "X": 0.0}
+    h = p.grad.double() * state["reciprocal_denominator"].double()
+    return {"E": float(h.square().sum()), "X": float((h * state["preconditioned_momentum"].double()).sum())}
 
 
 def test_the_coefficient_follows_both_norms() -> None:
@@ -302,30 +308,65 @@ def test_the_coefficient_follows_both_norms() -> None:
     results = run_world(growing_worker, 2, "followed")
     for i in range(2):
         mine, other = ([step[i] for step in seen] for seen in results)
-        rho = mine[0]["ratio_average"]
-        assert mine[0]["coefficient"] == rho and mine[0]["norm"] < 0.5 * mine[-1]["norm"], (
-            "the weights of this run grow"
+        assert mine[0]["coefficient"] == mine[0]["used"], (
+            "that of the last dense step, until something has been measured"
         )
-        assert mine[-1]["energy"] < 0.5 * mine[1]["energy"], "and its gradients shrink"
-        w0, energies, average, free = mine[1]["norm"], [], 0.0, 0
-        before = rho
+        assert mine[0]["norm"] < 0.5 * mine[-1]["norm"], "the weights of this run grow"
+        assert mine[-1]["E"] < 0.5 * mine[1]["E"], "and its gradients shrink"
+        count, free, energy, signal, reference, before = 0, 0, 0.0, 0.0, 0.0, mine[0]["coefficient"]
         for k in range(1, len(mine)):
             step = mine[k]
             assert step["used"] == before, "what was known before the step"
             if k <= 10 or k % 10 == 0:
-                energy = (step["energy"] + other[k]["energy"]) / 2**2
-                energies.append(energy)
-                reference = float(np.mean(energies[:10]))
-                average = reference if len(energies) <= 10 else 0.8 * average + 0.2 * energy
-                first = (w0 / rho) ** 2 - (DECAY * w0) ** 2
-                length = (first * min(1.0, average / reference) + (DECAY * step["norm"]) ** 2) ** 0.5
+                count += 1
+                weight = max(1 / count, 0.2)
+                energy += weight * ((step["E"] + other[k]["E"]) / 2**2 - energy)
+                signal += weight * ((step["X"] + other[k]["X"]) / 2 - signal)
+                reference = energy if count <= 10 else reference
+                square = (1.8 * signal + 0.1 * (energy + signal / 2)) / 1.9 / (1 - 0.9 ** (k + 3)) ** 2
+                length = (square + (DECAY * step["norm"]) ** 2) ** 0.5
                 before = min(max(step["norm"] / length, 0.01), 0.15)
                 free += 0.01 < before < 0.15
             assert step["coefficient"] == pytest.approx(before, rel=1e-6)
             before = step["coefficient"]
-            assert [step[key] for key in NORMS] == pytest.approx([w0, reference, average, len(energies)], rel=1e-6)
-            assert [other[k][key] for key in (*NORMS, "coefficient")] == [step[key] for key in (*NORMS, "coefficient")]
-        assert free >= 10 and mine[-1]["used"] == 0.15
+            assert [step[key] for key in MEASURED] == pytest.approx([signal, energy, reference, count], rel=1e-6)
+            assert [other[k][key] for key in (*MEASURED, "coefficient")] == [
+                step[key] for key in (*MEASURED, "coefficient")
+            ]
+        assert signal > 0 and free >= 10 and mine[-1]["used"] == 0.15
+
+
+def noisy_worker(group: Any, rank: int, world: int, signal: float) -> tuple[float, float, float]:
+    """Weights that stand still under a steady gradient in the noise of each rank: c, ``||x||/||u||`` undisturbed and as exchanged."""
+    draw = torch.Generator().manual_seed(0)
+    p = torch.nn.Parameter(torch.randn(4096, generator=draw))
+    steady = signal * torch.randn(4096, generator=draw)
+    optimizer = OnebitLamb([p], lr=0.0, freeze_step=40, min_coeff=1e-9, max_coeff=1e9, process_group=group)
+    draws = [torch.Generator().manual_seed(1 + i) for i in range(world)]
+    momentum = torch.zeros(4096, dtype=torch.float64)
+    for _ in range(400):
+        gradients = [steady + torch.randn(4096, generator=draw) for draw in draws]
+        momentum = 0.9 * momentum + 0.1 * torch.stack(gradients).double().mean(0)
+        p.grad = gradients[rank]
+        optimizer.step()
+    state = optimizer.state_dict()["state"][0]
+    exchanged, r = state["preconditioned_momentum"].double(), state["reciprocal_denominator"].double()
+    norm = float(p.detach().double().norm())
+    return (
+        optimizer.get_lamb_coeffs()["parameter 0"],
+        norm / float((momentum * r).norm()),
+        norm / float(exchanged.norm()),
+    )
+
+
+@pytest.mark.parametrize("signal", [0.0, 0.1, 0.3, 1.0, 3.0])
+def test_compression_noise_does_not_enter_the_ratio(signal: float) -> None:
+    """c is LAMB's ratio whether gradients are noise or not, where that of the exchanged step would be up to 1.7 times too small."""
+    for c, undisturbed, exchanged in run_world(noisy_worker, 4, signal):
+        assert c == pytest.approx(undisturbed, rel=0.05)
+        assert exchanged < 0.9 * undisturbed
+        if 0 < signal < 1:
+            assert exchanged < 0.6 * undisturbed
 
 
 def spread_worker(group: Any, rank: int, world: int) -> float:
@@ -339,7 +380,7 @@ def spread_worker(group: Any, rank: int, world: int) -> float:
             p.grad = torch.zeros(64)
             p.grad[16 * parts * rank : 16 * parts * (rank + 1)] = 1.0 / parts
         optimizer.step()
-    return float(optimizer.state_dict()["onebit"]["gradient_energy"][0])
+    return float(optimizer.state_dict()["onebit"]["energy"][0])
 
 
 def test_what_is_measured_does_not_depend_on_who_shares_the_batch() -> None:
@@ -352,23 +393,9 @@ def test_a_frozen_coefficient_stays_the_average_times_its_correction() -> None:
     for seen in run_world(growing_worker, 2, "frozen"):
         for tensor in zip(*seen[1:], strict=True):
             for step in tensor:
-                assert [step[key] for key in NORMS] == [0.0] * 4
+                assert [step[key] for key in MEASURED] == [0.0] * 4
                 assert step["used"] == pytest.approx(step["coeff_average"] * step["last_factor"], rel=1e-14)
                 assert step["coeff_average"] == tensor[0]["coeff_average"]
-
-
-def test_the_reference_is_the_ratio_before_the_clip() -> None:
-    """Else a ratio that was above its clip in the warm-up would fall below it as soon as the weights shrink a little."""
-    p = torch.nn.Parameter(torch.full((64,), 2.0))
-    optimizer = OnebitLamb([p], lr=1e-3, freeze_step=3, max_coeff=0.3, block_size=32, force_compression=True)
-    for t in range(6):
-        p.grad = torch.ones(64)
-        if t == 4:
-            with torch.no_grad():
-                p.mul_(0.5)  # ratio 1
-        optimizer.step()
-    assert optimizer.state_dict()["onebit"]["ratio_average"][0] == pytest.approx(2.0, rel=1e-2)
-    assert optimizer.get_lamb_coeffs() == {"parameter 0": 0.3}
 
 
 def tracked(**options: Any) -> tuple[list[torch.nn.Parameter], Any]:
@@ -376,38 +403,33 @@ def tracked(**options: Any) -> tuple[list[torch.nn.Parameter], Any]:
     return params, OnebitLamb(params, lr=0.01, block_size=32, **{"force_compression": True, **options})
 
 
-def stepped(params: list[torch.nn.Parameter], optimizer: Any, *, only: int | None = None) -> list[float]:
-    """One step, of the parameter ``only`` or of all; the norms that the ratios belong to."""
+def stepped(params: list[torch.nn.Parameter], optimizer: Any, *, only: int | None = None, scale: float = 1.0) -> Any:
+    """One step, of the parameter ``only`` or of all; how often each has been measured."""
     for i, p in enumerate(params):
-        p.grad = torch.ones_like(p) if only in (None, i) else None
+        p.grad = torch.full_like(p, scale) if only in (None, i) else None
     optimizer.step()
     books = optimizer.state_dict()["onebit"]
-    norms: list[float] = books["weight_norm"]
-    assert [n > 0 for n in norms] == [k > 0 for k in books["measurements"]] == [e > 0 for e in books["gradient_energy"]]
-    return norms
-
-
-def norms_of(params: list[torch.nn.Parameter]) -> Any:
-    return pytest.approx([float(p.detach().double().norm()) for p in params], rel=1e-12)
+    assert [k > 0 for k in books["measurements"]] == [e > 0 for e in books["energy"]]
+    return books["measurements"]
 
 
 def test_a_parameter_that_sits_a_step_out_is_measured_when_it_comes_back() -> None:
     params, optimizer = tracked(freeze_step=2)
     for _ in range(2):
-        assert stepped(params, optimizer) == [0.0, 0.0]
-    first, none = stepped(params, optimizer, only=0)
-    assert [first] == norms_of(params[:1]) and none == 0.0
+        assert stepped(params, optimizer) == [0, 0]
+    assert stepped(params, optimizer, only=0) == [1, 0]
+    coefficient = optimizer.get_lamb_coeffs()["parameter 1"]
     with torch.no_grad():
         params[1].mul_(2)
-    coefficient = optimizer.get_lamb_coeffs()["parameter 1"]
-    assert stepped(params, optimizer, only=0) == [first, 0.0]
+    assert stepped(params, optimizer, only=0) == [2, 0]
     assert optimizer.get_lamb_coeffs()["parameter 1"] == coefficient
-    norms = stepped(params, optimizer)
-    assert norms[0] == first and norms[1:] == norms_of(params[1:])
-    assert optimizer.state_dict()["onebit"]["measurements"] == [3, 1]
+    assert stepped(params, optimizer) == [3, 1]
+    stepped(params, optimizer)
+    c = optimizer.get_lamb_coeffs()
+    assert c["parameter 1"] > 1.3 * c["parameter 0"], "weights twice as large"
 
 
-def test_a_thaw_forgets_the_norms() -> None:
+def test_a_thaw_forgets_what_was_measured() -> None:
     params, optimizer = tracked()
     stepped(params, optimizer)
     optimizer.freeze()
@@ -416,21 +438,55 @@ def test_a_thaw_forgets_the_norms() -> None:
     assert optimizer.state_dict()["onebit"]["measurements"] == [11, 11]
     optimizer.thaw()
     books = optimizer.state_dict()["onebit"]
-    assert [books[name] for name in NORMS] == [[0.0, 0.0]] * 4 and books["ratio_steps"] == 0
+    assert [books[name] for name in MEASURED] == [[0.0, 0.0]] * 4 and books["ratio_steps"] == 0
     stepped(params, optimizer)
     optimizer.freeze()
-    assert stepped(params, optimizer) == norms_of(params)
+    assert stepped(params, optimizer) == [1, 1]
 
 
-def test_a_checkpoint_without_norms_takes_them_at_the_next_compressed_step() -> None:
+@pytest.mark.parametrize(("scale", "after"), [(0.01, None), (1.1, None), (1.2, 110), (2.0, 60)])
+def test_a_refresh_begins_when_gradients_have_grown(scale: float, after: int | None) -> None:
+    """When the average of their energy has passed a factor of 1.3; asked in every tenth step from the 50th on."""
+    params, optimizer = tracked(freeze_step=2)
+    for _ in range(2 + 50):
+        stepped(params, optimizer)
+    assert not optimizer.next_step_is_dense
+    coefficients, measured = [], []
+    for t in range(90):
+        if optimizer.next_step_is_dense and not measured:
+            assert t + 50 == after
+        if optimizer.next_step_is_dense:
+            measured.append(stepped(params, optimizer, scale=scale))
+            coefficients.append(optimizer.get_lamb_coeffs()["parameter 0"])
+        else:
+            stepped(params, optimizer, scale=scale)
+    if after is None:
+        assert not measured
+        return
+    assert len(set(coefficients[:4])) == 1, "ratios stay as they were"
+    assert measured[:4] == [measured[0]] * 3 + [[0, 0]], "and are measured anew from its end on"
+
+
+def test_a_refresh_renews_the_denominators() -> None:
+    params, optimizer = tracked(freeze_step=2, refresh_interval=30, betas=(0.9, 0.9))
+    for _ in range(2 + 30 + 4):
+        stepped(params, optimizer, scale=0.1 if optimizer.steps >= 2 else 1.0)
+    r = optimizer.state_dict()["state"][0]["reciprocal_denominator"]
+    # v counts each of the four gradients for 1 + 30 // 4 steps
+    kept = 0.9 ** (4 * 8)
+    v = kept * (1 - 0.9**2) + 0.01 * (1 - kept)
+    assert float(r[0]) == pytest.approx(((1 - 0.9 ** (2 + 32)) / v) ** 0.5, rel=1e-4)
+
+
+def test_a_checkpoint_without_measurements_takes_them_at_the_next_compressed_step() -> None:
     params, optimizer = tracked(freeze_step=2)
     for _ in range(4):
         stepped(params, optimizer)
     state = optimizer.state_dict()
-    for name in (*NORMS, "ratio_steps"):
+    for name in (*MEASURED, "ratio_steps"):
         del state["onebit"][name]
     optimizer.load_state_dict(state)
-    assert stepped(params, optimizer) == norms_of(params)
+    assert stepped(params, optimizer) == [1, 1]
 
 
 def resumed_everywhere(group: Any, rank: int, world: int, problem: Problem) -> tuple[list[bool], list[float]]:
@@ -459,37 +515,41 @@ def resumed_everywhere(group: Any, rank: int, world: int, problem: Problem) -> t
 
 
 def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted() -> None:
-    """Bit for bit: in the warm-up, among the first measurements, and between the later ones, which count in an average."""
-    problem = dataclasses.replace(followed(32, max_coeff=30.0), cold=0, shapes=SMALL)
+    """Bit for bit: in the warm-up, among the first measurements and between the later ones, and in a refresh."""
+    problem = followed(72, max_coeff=30.0, min_coeff=0.0)
+    problem = dataclasses.replace(problem, cold=0, shapes=SMALL)
     for equals, used in run_world(resumed_everywhere, 2, problem):
-        assert equals == [True] * 31
-        assert len(set(used[9:19])) == 10 and len(set(used[27:])) == 2, "ratios move in this run when they are measured"
+        assert equals == [True] * 71
+        assert len(set(used[9:19])) == 10 and len(set(used[27:58])) == 4, (
+            "ratios move in this run when they are measured"
+        )
+        assert len(set(used[57:63])) == 2, "not in its refresh, up to the end of the first step after it"
 
 
 def test_a_rank_that_goes_on_alone_measures_anew() -> None:
-    """It steps by plain LAMB, which moves the average: norms that belonged to the old one would be wrong beside it."""
+    """It steps by plain LAMB, with second moments that learn: measures in units of the old ones would be wrong beside them."""
     params, optimizer = tracked(freeze_step=2)
     for _ in range(4):
         stepped(params, optimizer)
     _, alone = tracked(freeze_step=2, force_compression=False)
     alone.load_state_dict(optimizer.state_dict())
-    assert all(alone.state_dict()["onebit"]["weight_norm"])
-    assert stepped(alone.param_groups[0]["params"], alone) == [0.0, 0.0]
+    assert all(alone.state_dict()["onebit"]["energy"])
+    assert stepped(alone.param_groups[0]["params"], alone) == [0, 0]
 
 
 def test_clipped_gradients_are_measured_as_they_enter_the_exchange() -> None:
-    energies = []
+    seen = []
     for limit in (None, 1e-3):
         params, optimizer = tracked(freeze_step=2, max_grad_norm=limit, denominator_floor=0.0)
         for _ in range(3):
             stepped(params, optimizer)
         books = optimizer.state_dict()
-        energies.append(books["onebit"]["gradient_energy"][0])
+        seen.append([books["onebit"][name][0] for name in ("energy", "signal")])
         if limit is not None:
             clipped = limit / 80**0.5  # of each element: 80 ones
             r = books["state"][0]["reciprocal_denominator"]
-            assert energies[1] == pytest.approx(float((clipped * r.double()).square().sum()), rel=1e-3)
-    assert energies[0] == pytest.approx(energies[1], rel=1e-3), "in units of the denominators, which were clipped too"
+            assert seen[1][0] == pytest.approx(float((clipped * r.double()).square().sum()), rel=1e-3)
+    assert seen[0] == pytest.approx(seen[1], rel=1e-3), "in units of the denominators, which were clipped too"
 
 
 # ----- tensors with nothing to scale by -------------------------------------------------------------------------------------------
@@ -554,6 +614,7 @@ def test_parameters_without_elements_are_legal_anywhere(shapes: tuple[tuple[int,
             ValueError,
             "factor_max=2.0 has no effect with trust_ratio='followed'; .* trust_ratio='frozen'",
         ),
+        ({"coeff_beta": 0.8}, ValueError, "coeff_beta=0.8 has no effect"),
         ({"factor_min": 0.7}, ValueError, "factor_min=0.7 has no effect"),
         ({"factor_threshold": 0.2}, ValueError, "factor_threshold=0.2 has no effect"),
         ({"factor_min": 5.0}, ValueError, "factor_min=5.0 .* <= 4"),
@@ -561,6 +622,18 @@ def test_parameters_without_elements_are_legal_anywhere(shapes: tuple[tuple[int,
         ({"factor_threshold": "0.1"}, TypeError, "factor_threshold='0.1'"),
         ({"trust_ratio": "live"}, ValueError, "trust_ratio='live' is unknown; choose one of 'followed', 'frozen'"),
         ({"freeze_step": 0}, ValueError, "freeze_step=0"),
+        (
+            {"trust_ratio": "frozen", "refresh_interval": "auto"},
+            ValueError,
+            "refresh_interval='auto' has no effect with trust_ratio='frozen'",
+        ),
+        (
+            {"trust_ratio": "frozen", "refresh_steps": 2},
+            ValueError,
+            "refresh_steps=2 has no effect with refresh_interval='never'",
+        ),
+        ({"refresh_interval": 0}, ValueError, "refresh_interval=0"),
+        ({"refresh_interval": "often"}, ValueError, "refresh_interval='often'"),
         ({"bias_correction": 1}, TypeError, "bias_correction=1"),
     ],
 )

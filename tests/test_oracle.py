@@ -215,18 +215,32 @@ def test_lamb_factor_moves_slowly_within_its_bounds_and_the_blend_pulls_it_to_on
     assert abs(coefficients[1.0][3] - 1) < abs(coefficients[0.0][3] - 1)
 
 
-@pytest.mark.parametrize(("scale", "expected"), [(0.5, 2.0), (2.0, 1.0)])
-def test_lamb_ratio_follows_updates_that_shrink_and_not_those_that_grow(scale: float, expected: float) -> None:
+@pytest.mark.parametrize(("scale", "expected"), [(0.5, 2.0), (2.0, 0.5)])
+def test_lamb_ratio_follows_the_length_of_updates(scale: float, expected: float) -> None:
     """Weights stand still here, so that nothing else moves it."""
-    ours = Lamb(start(), 2, lr=0.0, max_coeff=100.0, min_coeff=0.0, T_w=3)
+    ours = Lamb(start(), 2, lr=0.0, max_coeff=100.0, min_coeff=0.0, T_w=3, refresh_interval="never")
     g = gradients(0, 2)
-    for _ in range(13):
+    for _ in range(10 * 40):
         ours.step(g)
-    rho = list(ours.rho)
-    assert ours.coeff == pytest.approx([c or 1.0 for c in rho])
+    before = list(ours.coeff)
     for _ in range(10 * 40):
         ours.step([[scale * a for a in worker] for worker in g])
-    assert ours.coeff == pytest.approx([c * expected if c else 1.0 for c in rho], rel=1e-3)
+    assert ours.coeff == pytest.approx(
+        [c * expected if x.size else 1.0 for c, x in zip(before, ours.x, strict=True)], rel=0.1
+    )
+
+
+@pytest.mark.parametrize(("scale", "refreshes"), [(0.5, False), (0.9, False), (1.1, False), (1.2, True)])
+def test_lamb_refreshes_when_gradients_have_grown_by_a_factor_of_1_3_in_energy(scale: float, refreshes: bool) -> None:
+    ours = Lamb(start(), 2, lr=0.0, T_w=3)
+    g = gradients(0, 2)
+    for t in range(3 + 60 + 84):
+        ours.step([[(1.0 if t < 3 + 60 else scale) * a for a in worker] for worker in g])
+    dense = [t for t, d in enumerate(ours.dense_steps) if d]
+    assert dense[:3] == [0, 1, 2] and (len(dense) > 3) == refreshes
+    if refreshes:
+        first = dense[3]
+        assert first > 3 + 60 and (first - 3) % 10 == 0 and dense[3:7] == [first + k for k in range(4)]
 
 
 @pytest.mark.parametrize("trust_ratio", ["followed", "frozen"])

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from optim_support import CLASSES, equal, snapshot
 
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.optim import OnebitOptimizer, Phase
+from lightning_onebit.optim import OnebitOptimizer, Phase, lamb
 from lightning_onebit.optim.policies import ShrinkPolicy
 
 STEPS = 12
@@ -125,7 +125,9 @@ def scripts(draw: Any, algorithm: str) -> Script:
         options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}
         options |= {"overflow": draw(st.sampled_from(["keep", "drop"]))}
         options |= {"denominator_floor": draw(st.sampled_from([0.0, 0.5, 1.0]))}
-    if algorithm in ("onebit_adam", "zero_one_adam"):
+    if algorithm == "onebit_lamb":
+        options["trust_ratio"] = draw(st.sampled_from(["followed", "followed", "frozen"]))
+    if algorithm != "binsgdm" and options.get("trust_ratio") != "frozen":
         # a run is too short for the policy's window: see `hasty`
         options["refresh_interval"] = interval = draw(st.sampled_from(["never", "auto", "auto", 1, 2, 4]))
         options["refresh_steps"] = None if interval == "never" else draw(st.integers(1, 3))
@@ -277,7 +279,8 @@ def kept(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
 @pytest.fixture(autouse=True, scope="module")
 def hasty() -> Iterator[None]:
     """Refreshes of their own accord that come within a few steps, where now and then an average falls a little."""
-    with mock.patch.multiple(ShrinkPolicy, WINDOW=2, FALL=0.999, LEAST=3):
+    drifting = mock.patch.multiple(lamb, REFERENCE_STEPS=2, MEASURE_EVERY=2, UNDISTURBED_STEPS=3, GROWTH=1.01)
+    with mock.patch.multiple(ShrinkPolicy, WINDOW=2, FALL=0.999, LEAST=3), drifting:
         yield
 
 

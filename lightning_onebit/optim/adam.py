@@ -9,10 +9,10 @@ import torch.distributed as dist
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.options import CommonOptions, check_flag
-from lightning_onebit.optim.refresh import RefreshingAdam
+from lightning_onebit.optim.refresh import CompressingAdam
 
 
-class OnebitAdam(RefreshingAdam):
+class OnebitAdam(CompressingAdam):
     r"""1-bit Adam: Adam with a frozen second moment and one-bit, error-compensated momentum.
 
     For ``t <= freeze_step`` (warm-up) gradients are averaged densely and the step is that of ``torch.optim.AdamW``.
@@ -133,20 +133,3 @@ class OnebitAdam(RefreshingAdam):
         alpha = self._by_block("alpha", bucket, lambda i: self._group(i)["lr"] / self._first_correction(i), alike=True)
         r = None if self._preconditioned else bucket.slice(self._flat["r"])
         self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, alpha)
-
-    def _wants_dense(self) -> bool:
-        return super()._wants_dense() or self._refresh_due()
-
-    def _may_be_dense(self) -> bool:
-        return super()._may_be_dense() or self.settings["refresh_interval"] != "never"
-
-    def _step_dense(self, active: list[int]) -> None:
-        refreshes = self.compresses and self._refresh_due()
-        if refreshes:
-            # begins even where no parameter has a gradient in its first step: the count of its steps has begun
-            self._refresh([i for i in active if i in self._slot_of])
-        super()._step_dense([i for i in active if not refreshes or i not in self._slot_of])
-
-    def _leave_compressed(self) -> None:
-        self._end_refresh()
-        super()._leave_compressed()

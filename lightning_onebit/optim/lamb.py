@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -14,26 +16,31 @@ from lightning_onebit.comm import Bucket, share_values
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
-from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
-from lightning_onebit.optim.rules import dense_lamb_, preconditioned_squares, sum_in_order
+from lightning_onebit.optim.refresh import CompressingAdam
+from lightning_onebit.optim.rules import dense_lamb_, preconditioned_products, sum_in_order
+
+log = logging.getLogger("lightning_onebit")
 
 #: what trust_ratio may be, and the options that only "frozen" uses, with their defaults
 TRUST_RATIOS = ("followed", "frozen")
-FACTORS = {"factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
+FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 
-#: compressed steps at the end of which gradients are measured: the first ones, whose mean is what later ones are compared with, and every
-#: tenth from there, which counts in the average by this weight
+#: compressed steps after the freeze or a refresh in which gradients are measured: the first ones, and every tenth from there; a new
+#: measurement counts in the average by this weight, or as one of those there are while they are few
 REFERENCE_STEPS, MEASURE_EVERY, MEASURE_WEIGHT = 10, 10, 0.2
 
-# Per-parameter scalars, by their names in a checkpoint, with their first values. Of the published rule: c_avg, r (the last f). Of the other
-# one: number of measurements, w0, G0, G; then rho, and c of the next step and of the last.
-_PUBLISHED = {"coeff_average": 0.0, "last_factor": 1.0}
-_MEASURED = {"measurements": 0.0, "weight_norm": 0.0, "gradient_reference": 0.0, "gradient_energy": 0.0}
-_SCALARS = {**_PUBLISHED, **_MEASURED, "ratio_average": 0.0, "coefficient": 1.0, "last_coeff": 1.0}
+#: factor by which gradients (their energy, in units of denominators) may grow before denominators are refreshed, and compressed steps after
+#: which that is asked first
+GROWTH, UNDISTURBED_STEPS = 1.3, 50
+
+# Per-parameter scalars, by their names in a checkpoint, with their first values. Of the published rule: r (the last f). Of the other one:
+# number of measurements, averages of X and E, E after the first ten. Of both: c_avg, c of the next step and of the last.
+_MEASURED = {"measurements": 0.0, "signal": 0.0, "energy": 0.0, "energy_reference": 0.0}
+_SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, **_MEASURED, "coefficient": 1.0, "last_coeff": 1.0}
 
 
-class OnebitLamb(AdamMoments):
+class OnebitLamb(CompressingAdam):
     r"""1-bit LAMB: layer-wise adaptive steps, frozen second moments, and one bit per coordinate in the exchange.
 
     Warm-up, per parameter tensor (this is LAMB)::
@@ -44,15 +51,16 @@ class OnebitLamb(AdamMoments):
 
         s = exchange(b1 s + (1-b1) g_i/D) ;  x -= lr * c * (shat + wd*x)           # s = m/D: steps are compressed, not momenta
 
-    where c follows ``||x||`` as it is, and ``||u||`` where it shrinks, in proportion to local gradients: compression makes the exchanged
-    step longer, the more so the smaller gradients become, so that its own norm would mislead. Measured at the end of compressed steps
-    1 to 10 and of every tenth from there::
+    where c is LAMB's own ratio, ``||x||`` over an estimate of what ``||u||`` would be without compression, which makes the exchanged
+    step longer. Compression noise is not in the product of exchanged steps and new gradients, so, with ``h_i = g_i/D``, ::
 
-        G = sum_i ||g_i/D||^2 / n^2, averaged over time ;  w0, G0: ||x|| at the first and G over the first ten ;  U0 = w0/rho
-        c = clip(||x|| / sqrt((U0^2 - (wd*w0)^2) * min(1, G/G0) + (wd*||x||)^2), min_coeff, max_coeff)
+        X = (1/n) sum_i <s_before, h_i> ,  E = (1/n^2) sum_i ||h_i||^2 , both averaged over time ;  S = max(X, 0)
+        ||shat||^2 = (2 b1 S + (1-b1) (E + (1-1/n) S)) / (1+b1) / (1-b1^t)^2
+        c = clip(||x|| / sqrt(||shat||^2 + (wd*||x||)^2), min_coeff, max_coeff)
 
-    and ``rho`` is the average of ``||x||/||u||`` at the end of the warm-up, which c is up to the first of these. Where gradients grow
-    after the freeze, c does not fall: steps grow with them, as those of 1-bit Adam do.
+    measured in compressed steps 1 to 10 after the freeze or a refresh and in every tenth from there; c counts from the next step on.
+    When the sum of all E has grown by a factor of 1.3, a few dense steps refresh the denominators (``refresh_interval="auto"``),
+    with c as it was.
 
     Compressed stage, ``trust_ratio="frozen"`` (as published; ``c_avg = coeff_beta*c_avg + (1-coeff_beta)*c if c != 1`` in the warm-up)::
 
@@ -72,12 +80,18 @@ class OnebitLamb(AdamMoments):
         freeze_step: number of dense steps, >= 1; None: by ``freeze()``.
         max_coeff: upper clip of the trust ratio, > 0.
         min_coeff: lower clip of the trust ratio, >= 0, at most ``max_coeff``.
-        coeff_beta: decay of the averages of trust ratios, in ``[0, 1)``.
-        factor_max: upper clip of the correction f, > 0; like the next two with ``trust_ratio="frozen"`` only.
+        coeff_beta: decay of the average of trust ratios that freezes, in ``[0, 1)``; like the next three with
+            ``trust_ratio="frozen"`` only.
+        factor_max: upper clip of the correction f, > 0.
         factor_min: lower clip of the correction f, >= 0, at most ``factor_max``.
         factor_threshold: how much f may change in one step, relative, >= 0.
         trust_ratio: ``"followed"``: ratios follow both norms after the freeze, as LAMB's do, and steps are compressed; ``"frozen"``: as
             published, with 4 bytes per parameter more and two passes over a compressed step.
+        refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
+            local gradients in units of denominators have grown by a factor of 1.3 in energy, 50 steps after the last at the
+            earliest; ``"never"``: they stay as they froze. None: ``"auto"``, or ``"never"`` with ``trust_ratio="frozen"``, which knows
+            no refreshes. A refresh holds 8 bytes per parameter more while it lasts.
+        refresh_steps: dense steps of a refresh, >= 1 (None: 4); between them they count for all steps since the last one.
         bias_correction: as in ``OnebitAdam``.
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
@@ -100,7 +114,7 @@ class OnebitLamb(AdamMoments):
     """
 
     algorithm = "onebit_lamb"
-    _replicated: ClassVar[dict[str, str]] = {**AdamMoments._replicated, "exp_avg_sq_fresh": "fresh"}
+    _replicated: ClassVar[dict[str, str]] = {**CompressingAdam._replicated, "exp_avg_sq_fresh": "fresh"}
 
     def __init__(
         self,
@@ -118,6 +132,8 @@ class OnebitLamb(AdamMoments):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: str = "followed",
+        refresh_interval: int | str | None = None,
+        refresh_steps: int | None = None,
         bias_correction: bool = True,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
@@ -138,16 +154,27 @@ class OnebitLamb(AdamMoments):
         check_number("factor_min", factor_min, least=0, most=factor_max)
         check_number("factor_threshold", factor_threshold, least=0)
         check_choice("trust_ratio", trust_ratio, TRUST_RATIOS)
-        factors = {"factor_max": factor_max, "factor_min": factor_min, "factor_threshold": factor_threshold}
-        for name, value in factors.items():
-            if trust_ratio != "frozen" and value != FACTORS[name]:
+        published = {"coeff_beta": coeff_beta, "factor_max": factor_max, "factor_min": factor_min}
+        published["factor_threshold"] = factor_threshold
+        for name, value in published.items():
+            if trust_ratio != "frozen" and value != FROZEN_OPTIONS[name]:
                 raise ValueError(
                     f"{name}={value} has no effect with trust_ratio={trust_ratio!r}; leave it out, or say trust_ratio='frozen'"
                 )
+        if trust_ratio == "frozen" and refresh_interval not in (None, "never"):
+            raise ValueError(
+                f"refresh_interval={refresh_interval!r} has no effect with trust_ratio='frozen', whose trust ratios belong to the second "
+                "moments that froze; leave it out"
+            )
+        if refresh_interval is None:
+            refresh_interval = "auto" if trust_ratio == "followed" else "never"
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
-        # compressed steps since the freeze
+        # compressed steps since the freeze or the last refresh; whether gradients are measured in the running one, and what has been
+        # of them so far: by bucket, slots of its spans and this rank's fp64 (spans, 2) of E and X
         self._ratio_steps = 0
+        self._measuring = False
+        self._products: list[tuple[list[int], Tensor]] = []
         # by bucket, between the two passes of a step: partial norms, and the result where the momentum is kept unpacked
         self._partials: dict[int, Tensor] = {}
         self._exchanged: dict[int, Packed] = {}
@@ -172,9 +199,10 @@ class OnebitLamb(AdamMoments):
                 "denominator_floor": denominator_floor,
                 "max_coeff": max_coeff,
                 "min_coeff": min_coeff,
-                "coeff_beta": coeff_beta,
-                **factors,
+                **published,
                 "trust_ratio": trust_ratio,
+                "refresh_interval": refresh_interval,
+                "refresh_steps": refresh_steps,
             },
         )
 
@@ -210,7 +238,7 @@ class OnebitLamb(AdamMoments):
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
         settings = self.settings
-        coeffs, ratios = dense_lamb_(
+        coeffs = dense_lamb_(
             [self._weight(i) for i in members],
             [self._grad(i) for i in members],
             [self._moment("m", i) for i in members],
@@ -226,24 +254,17 @@ class OnebitLamb(AdamMoments):
         index = upload(members, self._device)
         beta = settings["coeff_beta"]
         average = self._scalars["coeff_average"][index]
-        self._scalars["coeff_average"][index] = torch.where(coeffs != 1, beta * average + (1 - beta) * coeffs, average)
-        average = self._scalars["ratio_average"][index]
-        average = torch.where(average > 0, average, ratios)
-        self._scalars["ratio_average"][index] = torch.where(ratios > 0, beta * average + (1 - beta) * ratios, average)
+        average = torch.where(coeffs != 1, beta * average + (1 - beta) * coeffs, average)
+        self._scalars["coeff_average"][index] = average
         self._scalars["last_coeff"][index] = coeffs
-        # averages that have moved belong to the norms of now (one rank alone steps so after the freeze too)
+        # the first compressed step has it too (one rank alone steps so after the freeze as well)
+        self._scalars["coefficient"][index] = coeffs
         self._forget(index)
 
     def _forget(self, index: Tensor) -> None:
-        """Makes the next compressed step of some parameters the first whose norms are measured."""
+        """Makes the next compressed step of some parameters the first in which they are measured."""
         for name, value in _MEASURED.items():
             self._scalars[name].index_fill_(0, index, value)
-        self._scalars["coefficient"][index] = self._followed(self._scalars["ratio_average"][index])
-
-    def _followed(self, ratio: Tensor) -> Tensor:
-        """Trust ratios from ``||x||/||u||``; 1 where that is 0, which stands for not known."""
-        clipped = ratio.clamp(self.settings["min_coeff"], self.settings["max_coeff"])
-        return torch.where(ratio > 0, clipped, torch.ones_like(ratio))
 
     # ----- compressed stage -------------------------------------------------------------------------------------------
 
@@ -262,8 +283,25 @@ class OnebitLamb(AdamMoments):
     def _leave_compressed(self) -> None:
         super()._leave_compressed()
         self._flat.pop("fresh", None)
+
+    def _end_refresh(self) -> None:
+        super()._end_refresh()
         self._ratio_steps = 0
         self._forget(torch.arange(len(self._params), device=self._device))
+
+    def _move(self, index: int) -> None:
+        """See the base; with the trust ratio there is, whose denominators these are."""
+        group, c = self._group(index), float(self._scalars["coefficient"][index])
+        self._scalars["last_coeff"][index] = c
+        lr_t = group["lr"] * c / self._first_correction(index, ahead=1)
+        x = self._weight(index).mul_(1 - group["lr"] * c * group["weight_decay"])
+        x.addcmul_(self._moment("m", index), self._moment("r", index), value=-lr_t)
+
+    def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
+        """See the base; measures gradients before the momentum that they meet has been replaced."""
+        if self._measuring:
+            self._measure(bucket, shard)
+        return super().encode(bucket, shard)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """See the base; a new buffer where the old momentum is still needed, to recover the averaged gradient."""
@@ -312,56 +350,97 @@ class OnebitLamb(AdamMoments):
         return tables["followed"], tables["decay"]
 
     def _end_exchange(self) -> None:
-        """Measures what trust ratios follow; or, by the published rule, corrects them and steps, now that all norms are complete."""
+        """What trust ratios follow; or, by the published rule, corrects them and steps, now that all norms are complete."""
         if self._follows:
             index = upload([i for i in self._slots if self._active[i]], self._device, torch.int64)
             self._scalars["last_coeff"][index] = self._scalars["coefficient"][index]
             self._ratio_steps += 1
-            if self._ratio_steps <= REFERENCE_STEPS or self._ratio_steps % MEASURE_EVERY == 0:
-                self._measure()
+            if self._measuring:
+                self._follow()
         elif self._partials:
             self._step_corrected()
 
-    def _measure(self) -> None:
-        """Trust ratios of the following steps, from the weights as they are now and all ranks' gradients of this step."""
-        plan, r = self._known_plan(), self._flat["r"]
-        energies = torch.zeros(len(self._slots), dtype=torch.float64, device=self._device)
-        slots, grads, reciprocals = [], [], []
-        for bucket in plan.buckets:
-            for span, g in zip(bucket.spans, self._bind_grads(bucket), strict=True):
-                if g is not None and self._active[self._slots[span.param]]:
-                    start = (bucket.first_block + span.block) * bucket.block_size
-                    slots.append(span.param)
-                    grads.append(g)
-                    reciprocals.append(r[start : start + span.numel])
+    def _measure(self, bucket: Bucket, shard: Tensor | None) -> None:
+        """This rank's part of E and X for the parameters of a bucket, from what it is about to compress."""
+        held, r = self._held_momentum(bucket), bucket.slice(self._flat["r"])
+        if isinstance(held, Packed):
+            momentum = torch.empty(bucket.elements, dtype=torch.float32, device=self._device)
+            self._kernels.unpack(held, bucket.lengths, momentum)
+        else:
+            momentum = held
+        first, last = (block * bucket.block_size for block in self._shard_blocks(bucket))
+        slots, grads, parts = [], [], []
+        for span, g in zip(bucket.spans, self._bind_grads(bucket), strict=True):
+            start = span.block * bucket.block_size
+            part = slice(max(start, first), min(start + span.numel, last))
+            if shard is not None:
+                g = shard[part.start - first : part.stop - first] if part.start < part.stop else None
+            if g is not None and self._active[self._slots[span.param]]:
+                slots.append(span.param)
+                grads.append(g)
+                parts.append(part)
         if grads:
-            squares = preconditioned_squares(grads, reciprocals) * self._grad_scale**2
-            # runs of one parameter follow each other
+            products = preconditioned_products(grads, [r[part] for part in parts], [momentum[part] for part in parts])
+            self._products.append((slots, products))
+
+    def _follow(self) -> None:
+        """Trust ratios of the following steps, from the weights as they are now and all ranks' gradients of this step."""
+        local = torch.zeros((2, len(self._slots)), dtype=torch.float64, device=self._device)
+        for slots, products in self._products:
+            # runs of one parameter follow each other; it may go on in the next bucket
             counts = Counter(slots)
             lengths = upload(list(counts.values()), self._device)
-            energies[upload(list(counts), self._device)] = torch.segment_reduce(squares, "sum", lengths=lengths)
-        norms = torch._foreach_norm([self._weight(i) for i in self._slots], 2, torch.float64)
-        index = upload(self._slots, self._device)
-        known = {name: self._scalars[name][index] for name in (*_MEASURED, "ratio_average", "coefficient")}
+            sums = torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True)
+            local[:, upload(list(counts), self._device)] += sums.T
+        self._products = []
+        scale = self._grad_scale
+        local *= upload([scale * scale, scale], self._device, torch.float64)[:, None]
+        norms = torch.stack(torch._foreach_norm([self._weight(i) for i in self._slots], 2, torch.float64))
         # replicas are equal, but sums over them may differ in the last bit with the number of threads: rank 0's count
-        rows = self._share(torch.stack([energies, torch.stack(norms), known["ratio_average"]]))
-        energy, norm, rho = sum_in_order(rows[:, 0]) / len(rows) ** 2, rows[0, 1], rows[0, 2]
-        measured, w0, reference, average = (known[name] for name in _MEASURED)
+        rows = self._share(torch.cat([local, norms[None]]))
+        n = self._ranks().nodes
+        energy, signal, norm = sum_in_order(rows[:, 0]) / n**2, sum_in_order(rows[:, 1]) / n, rows[0, 2]
+        index = upload(self._slots, self._device)
+        known = {name: self._scalars[name][index] for name in (*_MEASURED, "coefficient")}
         seen = (energy > 0) & (norm > 0)  # not where a parameter sits out: its energy is 0
-        measured = measured + seen
-        w0 = torch.where(seen & (w0 == 0), norm, w0)
-        young = measured <= REFERENCE_STEPS
-        reference = torch.where(seen & young, reference + (energy - reference) / measured.clamp(min=1), reference)
-        average = torch.where(seen, torch.where(young, reference, average.lerp(energy, MEASURE_WEIGHT)), average)
-        decays = upload([self._group(i)["weight_decay"] for i in self._slots], self._device, torch.float64)
-        first = w0 / torch.where(rho > 0, rho, torch.ones_like(rho))
-        gradient = (first.square() - (decays * w0).square()).clamp(min=0)
-        shrunk = (average / torch.where(seen, reference, torch.ones_like(reference))).clamp(max=1)
-        update = gradient * shrunk + (decays * norm).square()
-        ratio = norm / torch.where(update > 0, update, torch.ones_like(update)).sqrt()
-        coefficient = torch.where(seen & (update > 0), self._followed(ratio), known["coefficient"])
-        for name, value in zip(known, (measured, w0, reference, average, rho, coefficient), strict=True):
+        measured = known["measurements"] + seen
+        weight = torch.where(seen, (1.0 / measured.clamp(min=1)).clamp(min=MEASURE_WEIGHT), 0.0)
+        # (lerp would fuse its operations on some processors)
+        energy = known["energy"] + weight * (energy - known["energy"])
+        signal = known["signal"] + weight * (signal - known["signal"])
+        reference = torch.where(measured <= REFERENCE_STEPS, energy, known["energy_reference"])
+        coefficient = torch.where(seen, self._trust_ratio(norm, energy, signal), known["coefficient"])
+        for name, value in zip(known, (measured, signal, energy, reference, coefficient), strict=True):
             self._scalars[name][index] = value
+
+    def _trust_ratio(self, norm: Tensor, energy: Tensor, signal: Tensor) -> Tensor:
+        """``||x||/||u||`` by slot, clipped; 1 where a norm is 0."""
+        n = self._ranks().nodes
+        groups = [self._group(i) for i in self._slots]
+        firsts = [self._first_correction(i) for i in self._slots]
+        b1 = upload([group["betas"][0] for group in groups], self._device, torch.float64)
+        decay = upload([group["weight_decay"] for group in groups], self._device, torch.float64)
+        shared = signal.clamp(min=0)
+        momentum = (2 * b1 * shared + (1 - b1) * (energy + (1 - 1 / n) * shared)) / (1 + b1)
+        update = (momentum / upload(firsts, self._device, torch.float64).square() + (decay * norm).square()).sqrt()
+        live = (norm > 0) & (update > 0)
+        # fp32 is what steps are made with; the same however sums were shared out in a node
+        ratio = (norm / torch.where(live, update, 1.0)).float().double()
+        return torch.where(live, ratio.clamp(self.settings["min_coeff"], self.settings["max_coeff"]), 1.0)
+
+    def _watch(self) -> None:
+        """See the base; a refresh begins when gradients have outgrown their denominators."""
+        if not self._measuring or self._unrefreshed < UNDISTURBED_STEPS:
+            return
+        # the same sums on every rank, whatever its processor
+        now, then = (math.fsum(self._scalars[name].tolist()) for name in ("energy", "energy_reference"))
+        if now > then * GROWTH > 0:
+            self._begun_after = self._unrefreshed
+            log.info(
+                "step %d: gradients are %.0f %% of what they were after the second moments had frozen or been refreshed, %d steps ago; "
+                "%d dense ones refresh them",
+                *(self._steps, 100 * (now / then) ** 0.5, self._unrefreshed, self.settings["refresh_steps"]),
+            )
 
     def _share(self, values: Tensor) -> Tensor:
         """Every rank's values as one row."""
@@ -401,6 +480,9 @@ class OnebitLamb(AdamMoments):
 
     def _begin_exchange(self) -> None:
         self._partials, self._exchanged = {}, {}
+        step = self._ratio_steps + 1
+        self._products = []
+        self._measuring = self._follows and (step <= REFERENCE_STEPS or step % MEASURE_EVERY == 0)
 
     def _corrected_coefficients(self) -> Tensor:
         """``c_avg*f`` per slot, fp64, from the blocks' partial norms in a fixed order."""

@@ -23,7 +23,10 @@ REFRESH_STEPS = 4
 
 
 class RefreshingAdam(AdamMoments):
-    """Base of the optimizers whose frozen second moments are refreshed; see ``OnebitAdam`` for the options."""
+    """Base of the optimizers whose frozen second moments are refreshed; see ``OnebitAdam`` for the options.
+
+    What makes ``refresh_interval="auto"`` begin one is in ``_watch``: here that exchanged momenta have shrunk.
+    """
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
         interval, steps = settings["refresh_interval"], settings["refresh_steps"]
@@ -214,3 +217,24 @@ class RefreshingAdam(AdamMoments):
         self._begun_after = saved["begun_after"]
         if saved["energy"] is not None:
             self._energy = Download(torch.tensor(saved["energy"], dtype=torch.float64))
+
+
+class CompressingAdam(RefreshingAdam):
+    """Base of the optimizers that compress every step after the freeze but those of refreshes."""
+
+    def _wants_dense(self) -> bool:
+        return super()._wants_dense() or self._refresh_due()
+
+    def _may_be_dense(self) -> bool:
+        return super()._may_be_dense() or self.settings["refresh_interval"] != "never"
+
+    def _step_dense(self, active: list[int]) -> None:
+        refreshes = self.compresses and self._refresh_due()
+        if refreshes:
+            # begins even where no parameter has a gradient in its first step: the count of its steps has begun
+            self._refresh([i for i in active if i in self._slot_of])
+        super()._step_dense([i for i in active if not refreshes or i not in self._slot_of])
+
+    def _leave_compressed(self) -> None:
+        self._end_refresh()
+        super()._leave_compressed()

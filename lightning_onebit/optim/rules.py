@@ -117,13 +117,16 @@ def unprecondition_(m: Tensor, r: Tensor) -> None:
         piece.copy_(torch.where(factor > 0, piece / factor, torch.zeros_like(piece)))
 
 
-def preconditioned_squares(g: Sequence[Tensor], r: Sequence[Tensor]) -> Tensor:
-    """``sum((g*r)^2)`` of each gradient (any float dtype) with reciprocal denominators of its shape (fp32): fp64 ``(len(g),)``."""
+def preconditioned_products(g: Sequence[Tensor], r: Sequence[Tensor], u: Sequence[Tensor]) -> Tensor:
+    """``sum((g*r)^2)`` and ``sum(g*r*u)`` of each gradient (any float dtype); r, u: fp32 of its shape. fp64 ``(len(g), 2)``."""
     norms: list[Tensor] = []
+    dots: list[Tensor] = []
     for part in _portions([piece.numel() for piece in r]):
         products = torch._foreach_mul([g[i].float() for i in part], [r[i] for i in part])
         norms += torch._foreach_norm(products, 2, torch.float64)
-    return torch.stack(norms).square()
+        torch._foreach_mul_(products, [u[i] for i in part])
+        dots += [product.sum(dtype=torch.float64) for product in products]
+    return torch.stack([torch.stack(norms).square(), torch.stack(dots)], dim=1)
 
 
 def sum_in_order(rows: Tensor) -> Tensor:
@@ -155,7 +158,7 @@ def dense_lamb_(
     weight_decay: float,
     bias_correction: bool,
     clip: tuple[float, float],
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """One LAMB step on averaged gradients, in place.
 
     ``m = b1 m + (1-b1) g ; v = b2 v + (1-b2) g^2 ; u = mhat/(sqrt(vhat)+eps) + wd*x ; x -= lr*c*u`` with
@@ -175,10 +178,10 @@ def dense_lamb_(
         clip: ``(min_coeff, max_coeff)``.
 
     Returns:
-        c of each tensor, and ``||x||/||u||`` unclipped (0 where either norm is 0), fp64 ``(len(x),)`` on the device of ``x``.
+        c of each tensor, fp64 ``(len(x),)`` on the device of ``x``.
     """
     b1, b2 = betas
-    coeffs, ratios = [], []
+    coeffs = []
     # a few tensors at a time: u is a temporary of their size
     for part in _portions([w.numel() for w in x]):
         weights, moments, squares = [x[i] for i in part], [m[i] for i in part], [v[i] for i in part]
@@ -199,15 +202,11 @@ def dense_lamb_(
         x_norm = torch.stack(torch._foreach_norm(weights, 2, torch.float64))
         u_norm = torch.stack(torch._foreach_norm(u, 2, torch.float64))
         live = (x_norm > 0) & (u_norm > 0)
-        ratio = torch.where(live, x_norm / torch.where(live, u_norm, 1.0), 0.0)
-        c = torch.where(live, ratio.clamp(*clip), 1.0)
+        c = torch.where(live, (x_norm / torch.where(live, u_norm, 1.0)).clamp(*clip), 1.0)
         torch._foreach_mul_(u, list((-lr * c).float().unbind()))
         torch._foreach_add_(weights, u)
         coeffs.append(c)
-        ratios.append(ratio)
-    if not coeffs:
-        return torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.float64)
-    return torch.cat(coeffs), torch.cat(ratios)
+    return torch.cat(coeffs) if coeffs else torch.zeros(0, dtype=torch.float64)
 
 
 def _portions(numels: Sequence[int]) -> list[list[int]]:

@@ -29,9 +29,10 @@ class Lamb:
     Attributes:
         c_avg: moving averages of the trust ratios ``c`` of the warm-up, per tensor.
         r: last scaling factors ``f``, per tensor.
-        rho: moving averages of ``||x||/||u||`` in the warm-up, per tensor; 0 where there was none.
         coeff: coefficient c of the last step, per tensor.
-        seen: what has been measured of every tensor with weights and gradients, in the steps in which it was: ``(||x||, energy)``.
+        seen: (E, X) of every tensor with weights and gradients, in the steps in which it was measured since the freeze or the last
+            refresh.
+        dense_steps: of the steps made, which were dense.
     """
 
     def __init__(
@@ -56,6 +57,8 @@ class Lamb:
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: str = "followed",
+        refresh_interval: int | str | None = None,
+        refresh_steps: int = 4,
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -64,19 +67,25 @@ class Lamb:
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
         self.followed = trust_ratio == "followed"
+        self.nodes = n // ranks_per_node
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
         self.v = [np.zeros(size) for size in sizes]
+        self.k = [0] * len(x)
         self.vfresh = [np.zeros(size) for size in sizes]
         self.c_avg = [0.0] * len(x)  # init: c_avg = 0, r = 1
         self.r = [1.0] * len(x)
-        self.rho = [0.0] * len(x)
+        self.refresh_interval = refresh_interval or ("auto" if self.followed else "never")
+        self.refresh_steps = refresh_steps
+        self.dense_steps: list[bool] = []
         self.seen: list[list[tuple[float, float]]] = [[] for _ in x]
         self.c = [1.0] * len(x)  # of the next step
-        self.since = 0  # compressed steps
+        self.since = 0  # steps since the freeze or the last refresh
+        self.interval: int | None = None  # compressed steps before the refresh that is due or under way
+        # what the denominators are made of
+        self.v_D, self.k_D = self.v, self.k
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
-        self.k = [0] * len(x)
         self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
         self.steps = self.skipped = 0
         self.frozen = False
@@ -86,7 +95,18 @@ class Lamb:
         self.frozen = True
         self.vfresh = [floored(v, self.phi) for v in self.v]
         self.c_avg = [1.0 if c == 0.0 else c for c in self.c_avg]  # every c was exactly 1: use c_avg = 1
-        self.c = [self._clipped(ratio) for ratio in self.rho]
+        self.c = list(self.coeff)
+        self._new_denominators()
+
+    def _new_denominators(self) -> None:
+        self.v_D, self.k_D, self.since = [floored(v, self.phi) for v in self.v], list(self.k), 0
+        self.interval = self.refresh_interval if isinstance(self.refresh_interval, int) else None
+        self.seen = [[] for _ in self.x]
+
+    @property
+    def refreshing(self) -> bool:
+        """Whether the next step is a dense one of a refresh."""
+        return self.frozen and self.interval is not None and self.since >= self.interval
 
     def step(self, g: Gradients) -> None:
         """One step from the local gradients ``g[i][l]``."""
@@ -94,21 +114,39 @@ class Lamb:
             self.skipped += 1
             return
         g = flatten(g)
+        if self.refreshing and self.since == self.interval:  # v learns on from what the denominators are made of
+            self.v = list(self.v_D)
+        self.dense_steps.append(not self.frozen or self.refreshing)
         factor = clip_factor(self._norm(g), self.max_norm)
-        self.since += self.frozen
+        measures = self.followed and self.frozen and not self.refreshing and (self.since < 10 or self.since % 10 == 9)
         for l in range(len(self.x)):
             if present(g, l):
                 self.t[l] += 1
                 local = [factor * a for a in zero_if_missing(g, l, self.x[l].size)]
-                if self.frozen:
-                    self._compressed(l, local)
-                    if self.followed and (self.since <= 10 or self.since % 10 == 0):
-                        self._measure(l, local)
-                else:
+                if not self.frozen:
                     self._dense(l, np.mean(local, axis=0))
+                elif self.refreshing:
+                    self._refresh(l, np.mean(local, axis=0))
+                else:
+                    measured = self._products(l, local) if measures else None
+                    self._compressed(l, local)
+                    if measured is not None:
+                        self._follow(l, *measured)
         self.steps += 1
-        if not self.frozen and self.T_w is not None and self.steps >= self.T_w:
-            self.freeze()
+        if not self.frozen:
+            if self.T_w is not None and self.steps >= self.T_w:
+                self.freeze()
+            return
+        self.since += 1
+        if self.interval is not None:
+            if self.since >= self.interval + self.refresh_steps:
+                self._new_denominators()
+        elif self.refresh_interval == "auto" and measures and self.since >= 50:
+            energies = [self._averages(seen)[0] for seen in self.seen if seen]
+            # after the first ten measurements of each
+            references = [self._averages(seen[:10])[0] for seen in self.seen if seen]
+            if sum(energies) > 1.3 * sum(references):
+                self.interval = self.since
 
     def _dense(self, l: int, g: Array) -> None:
         x = self.x[l]
@@ -120,10 +158,7 @@ class Lamb:
         c = 1.0  # c = 1 if either norm is 0
         if np.linalg.norm(x) != 0 and np.linalg.norm(u) != 0:
             # c = clip(||x||/||u||, min_coeff, max_coeff)
-            ratio = float(np.linalg.norm(x) / np.linalg.norm(u))
-            c = float(np.clip(ratio, self.min_coeff, self.max_coeff))
-            # rho = coeff_beta*rho + (1-coeff_beta)*||x||/||u||, from the first there is
-            self.rho[l] = self.coeff_beta * (self.rho[l] or ratio) + (1 - self.coeff_beta) * ratio
+            c = float(np.clip(np.linalg.norm(x) / np.linalg.norm(u), self.min_coeff, self.max_coeff))
         if c != 1.0:
             # c_avg = coeff_beta*c_avg + (1-coeff_beta)*c
             self.c_avg[l] = self.coeff_beta * self.c_avg[l] + (1 - self.coeff_beta) * c
@@ -169,27 +204,51 @@ class Lamb:
         self.coeff[l] = self.c[l]
         self.x[l] = x - self.lr * self.c[l] * (step_over(self._mhat(l), *D) + self.wd * x)  # x -= lr*c*u
 
-    def _measure(self, l: int, g: Sequence[Array]) -> None:
-        norm = float(np.linalg.norm(self.x[l]))
-        energy = squared_norm([step_over(g[i], *self._denominators(l)) for i in range(self.n)]) / self.n**2
-        if norm == 0 or energy == 0:
-            return
-        self.seen[l].append((norm, energy))
-        # G0: mean of the first ten, G: average over time from there
-        G0 = G = float(np.mean([e for _, e in self.seen[l][:10]]))
-        for _, e in self.seen[l][10:]:
-            G = 0.8 * G + 0.2 * e
-        w0 = self.seen[l][0][0]
-        U0 = w0 / (self.rho[l] or 1.0)
-        U = np.sqrt(max(0.0, U0**2 - (self.wd * w0) ** 2) * min(1.0, G / G0) + (self.wd * norm) ** 2)
-        if U > 0:
-            self.c[l] = self._clipped(norm / U)
+    def _refresh(self, l: int, g: Array) -> None:
+        """Momentum and v learn, v as if g had come s times; the step is by the denominators and the ratio there are."""
+        self.m[l] = self.b1 * self.m[l] + (1 - self.b1) * g
+        assert self.interval is not None
+        s = 1 + self.interval // self.refresh_steps
+        self.v[l] = self.b2**s * self.v[l] + (1 - self.b2**s) * g**2
+        self.k[l] += s
+        self.coeff[l] = self.c[l]
+        update = step_over(self._mhat(l), *self._denominators(l)) + self.wd * self.x[l]
+        self.x[l] = self.x[l] - self.lr * self.c[l] * update
 
-    def _clipped(self, ratio: float) -> float:
-        return float(np.clip(ratio, self.min_coeff, self.max_coeff)) if ratio > 0 else 1.0
+    def _products(self, l: int, g: Sequence[Array]) -> tuple[float, float]:
+        """E and X of this step, before it is made."""
+        D = self._denominators(l)
+        # of the means of nodes, where the exchange is hierarchical
+        h = [
+            step_over(a, *D) for a in np.mean(np.reshape(g, (self.nodes, self.n // self.nodes, self.x[l].size)), axis=1)
+        ]
+        s = step_over(self.m[l], *D)
+        return squared_norm(h) / self.nodes**2, float(np.mean([np.dot(s, a) for a in h]))
+
+    def _follow(self, l: int, E: float, X: float) -> None:
+        norm = float(np.linalg.norm(self.x[l]))
+        if norm == 0 or E == 0:
+            return
+        self.seen[l].append((E, X))
+        E, X = self._averages(self.seen[l])
+        S = max(X, 0.0)
+        # ||s||^2 = b1^2 ||s||^2 + 2 b1 (1-b1) S + (1-b1)^2 ||mean_i h_i||^2, of which ||mean_i h_i||^2 = E + (1-1/n) S
+        square = (2 * self.b1 * S + (1 - self.b1) * (E + (1 - 1 / self.nodes) * S)) / (1 + self.b1)
+        if self.bias_correction:
+            square /= (1 - self.b1 ** self.t[l]) ** 2
+        U = np.sqrt(square + (self.wd * norm) ** 2)
+        self.c[l] = float(np.clip(norm / U, self.min_coeff, self.max_coeff)) if U > 0 else 1.0
+
+    @staticmethod
+    def _averages(seen: Sequence[tuple[float, float]]) -> Array:
+        """Means of the first five, from there each new one counts a fifth."""
+        average = np.mean(seen[:5], axis=0)
+        for pair in seen[5:]:
+            average = 0.8 * average + 0.2 * np.array(pair)
+        return average
 
     def _denominators(self, l: int) -> tuple[Array, int, float, float, bool]:
-        return floored(self.v[l], self.phi), self.k[l], self.b2, self.eps, self.bias_correction
+        return self.v_D[l], self.k_D[l], self.b2, self.eps, self.bias_correction
 
     def _mhat(self, l: int) -> Array:
         return self.m[l] / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.m[l]
@@ -197,7 +256,7 @@ class Lamb:
     def _norm(self, g: Gradients) -> float:
         squares = 0.0
         for l in range(len(self.x)):
-            if self.frozen:
+            if self.frozen and not self.refreshing:
                 squares += sum(squared_norm([g[i][l]]) for i in range(self.n)) / self.n
             elif present(g, l):
                 squares += squared_norm([average(g, l, self.x[l].size)])
