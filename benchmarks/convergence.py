@@ -564,6 +564,7 @@ DIGITS_SEEDS, MANY_SEEDS, MOST_SEEDS = tuple(range(8)), tuple(range(24)), tuple(
 ALL_SEEDS = tuple(range(96))  # and these where a gap of the default options lies close to its target
 # gaps as large as their target: 1-bit LAMB's with four workers
 NINE_SEEDS = tuple(range(9))
+SIXTEEN_SEEDS = tuple(range(16))  # search where eight find another best than more do
 DEFAULT_FLOOR = 0.1
 HALVES: Options = (("residual_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
@@ -626,8 +627,15 @@ def studies() -> dict[str, list[Chain]]:
             digits("binsgdm", options=published(0.7), start=6),
         ],
         "lamb": [
-            Chain("large_batch", "lamb", start=10, fine=True, seeds=NINE_SEEDS),
-            Chain("large_batch", "onebit_lamb", 4, start=9, fine=True, seeds=NINE_SEEDS, also=((4, True, NINE_SEEDS),)),
+            Chain("large_batch", "lamb", start=10, fine=True, seeds=NINE_SEEDS, search=SEEDS),
+            Chain(
+                *("large_batch", "onebit_lamb", 4),
+                start=9,
+                fine=True,
+                seeds=NINE_SEEDS,
+                also=((4, True, SEEDS),),
+                search=SEEDS,
+            ),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
             Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, sixty_four)),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
@@ -670,15 +678,9 @@ def studies() -> dict[str, list[Chain]]:
                 seeds=ALL_SEEDS,
                 also=((1, False, ALL_SEEDS),),
                 also_rungs=(-0.5, 0, 0.5),
+                search=SIXTEEN_SEEDS,
             ),
-            digits(
-                "onebit_lamb",
-                refine=True,
-                fine=True,
-                seeds=ALL_SEEDS,
-                also=((4, False, MOST_SEEDS),),
-                also_rungs=(-0.5,),
-            ),
+            digits("onebit_lamb", refine=True, fine=True, seeds=ALL_SEEDS, search=SIXTEEN_SEEDS),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MANY_SEEDS),
