@@ -6,7 +6,7 @@
 
 ``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: gradient statistics, compress,
 server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for. "No skips" is
-``max_consecutive_skips=0``, which needs no statistics. "Measurement" is what 1-bit LAMB does at the end of one step of ten besides.
+``max_consecutive_skips=0``, which needs no statistics. "Measurement" is what 1-bit LAMB does besides in one step of ten.
 """
 
 from __future__ import annotations

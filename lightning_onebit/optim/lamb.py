@@ -161,11 +161,12 @@ class OnebitLamb(CompressingAdam):
                 raise ValueError(
                     f"{name}={value} has no effect with trust_ratio={trust_ratio!r}; leave it out, or say trust_ratio='frozen'"
                 )
-        if trust_ratio == "frozen" and refresh_interval not in (None, "never"):
-            raise ValueError(
-                f"refresh_interval={refresh_interval!r} has no effect with trust_ratio='frozen', whose trust ratios belong to the second "
-                "moments that froze; leave it out"
-            )
+        for name, chosen in (("refresh_interval", refresh_interval), ("refresh_steps", refresh_steps)):
+            if trust_ratio == "frozen" and chosen not in (None, "never"):
+                raise ValueError(
+                    f"{name}={chosen!r} has no effect with trust_ratio='frozen', whose trust ratios belong to the second moments that "
+                    "froze; leave it out"
+                )
         if refresh_interval is None:
             refresh_interval = "auto" if trust_ratio == "followed" else "never"
         # per parameter: see _SCALARS; fp64, on the parameters' device
