@@ -538,3 +538,50 @@ def test_lamb_update_sums_the_squares_of_weights_without_padding_and_absent_tens
     assert partials[:, 0].tolist() == [0.0] * bucket.blocks
     assert partials[:, 1].tolist() == expected.tolist()
     assert (expected > 0).sum() == sum(s.blocks(block_size) for s in bucket.spans) - bucket.spans[1].blocks(block_size)
+
+
+@pytest.mark.parametrize("shard", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_lamb_products_are_those_of_valid_elements_with_fp64_sums(
+    kernels: KernelBackend, packed: bool, shard: bool
+) -> None:
+    """Of whole numbers whose squares fp32 cannot add (2^26 + 1), and past what fp32 can hold (1e30 squared)."""
+    device, sizes, block_size = device_of(kernels), (150, 70, 40, 64), 64
+    bucket = bucket_of(sizes, block_size, device, world=4)
+    draw = torch.Generator().manual_seed(0)
+    g: list[Tensor | None] = [torch.randint(-8, 9, (s.numel,), generator=draw).float() for s in bucket.spans]
+    first = g[0]
+    assert first is not None
+    first[:2] = torch.tensor([2.0**13, 1.0])
+    first[-1] = 1e30  # of the last, short block
+    g[1] = None
+    flat = torch.zeros(bucket.elements)
+    for span, tensor in zip(bucket.spans, g, strict=True):
+        if tensor is not None:
+            flat[span.block * block_size :][: span.numel] = tensor
+    # what lies in the padding counts nowhere
+    padding = (torch.arange(block_size)[None] >= bucket.lengths.cpu()[:, None]).flatten()
+    r, m = torch.full((bucket.elements,), 2.0), torch.full((bucket.elements,), -3.0)
+    r[padding], m[padding] = 1e5, 1e6
+    momentum: Tensor | Packed = m.to(device)
+    if packed:
+        momentum = Packed.empty(4, bucket.blocks // 4, block_size, device=device)
+        momentum.words.fill_(-1)
+        momentum.scales.fill_(3.0)
+    # (products of fp32 factors, each rounded to fp32)
+    h = (flat * 2.0).double().view(-1, block_size)
+    dots = ((flat * 2.0) * -3.0).double().view(-1, block_size)
+    expected = torch.stack([h.square().sum(1), dots.sum(1)], dim=1)
+    lo, hi = (bucket.blocks // 4, bucket.blocks) if shard else (0, bucket.blocks)
+    part = slice(lo * block_size, hi * block_size)
+    if packed and shard:
+        assert isinstance(momentum, Packed)
+        momentum = momentum.narrow(1, 3)
+    elif shard:
+        assert isinstance(momentum, Tensor)
+        momentum = momentum[part]
+    given = flat[part].to(device) if shard else [None if t is None else t.to(device) for t in g]
+    products = kernels.lamb_products(bucket, lo, hi, g=given, m=momentum, r=r[part].to(device))
+    assert products.dtype == torch.float64
+    assert torch.equal(products.cpu(), expected[lo:hi])
+    assert 2.0**28 + 4 <= float(expected[0, 0]) < 2.0**28 + 64 * 256 or shard

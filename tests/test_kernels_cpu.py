@@ -148,6 +148,8 @@ def run_other_algorithms(
         fresh, x = positive[1].clone(), moved()
         partials = kernels.lamb_update(bucket, x, new, before, positive[2], fresh, factors)
         note(fresh, partials, *x)
+        g = flats[5] if g_kind == "flat" else gradients
+        note(kernels.lamb_products(bucket, 0, blocks, g=g, m=before, r=positive[2]))
     x = moved()
     kernels.lamb_apply(bucket, x, new, positive[2], factors[0], factors[1], factors[2])
     note(*x)

@@ -32,6 +32,7 @@ OPERATIONS = (
     "reduce",
     "unpack",
     "apply_adam",
+    "lamb_products",
     "lamb_update",
     "lamb_apply",
 )

@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 9
+ABI = 10
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -222,6 +222,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
+    "lamb_products": (_LONG, _LONG, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD, _POINTER, _POINTER),
     "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *[_POINTER] * 4),
     "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *[_POINTER] * 4),
     "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 7),
@@ -531,6 +532,41 @@ class CpuKernels(ReferenceKernels):
         table.written()
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
+
+    def lamb_products(
+        self,
+        bucket: BlockMap,
+        lo: int,
+        hi: int,
+        *,
+        g: Tensor | Spans,
+        m: Tensor | Packed,
+        r: Tensor,
+    ) -> Tensor:
+        """Of every block ``sum(h*h)`` and ``sum(h*m)`` with ``h = g*r``, fp64."""
+        size, blocks = bucket.block_size, hi - lo
+        flat_g = flat_m = None
+        spans_g: _SpanArguments = _NO_SPANS
+        packed_m: _Payload = _NO_PAYLOAD
+        if isinstance(g, Tensor):
+            flat_g = _address(g, "g", blocks * size)
+        elif blocks != bucket.blocks:
+            raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
+        else:
+            table = _SpanTable.of(self._layout(bucket), g, "g", _DTYPES)
+            spans_g = table.arguments
+        if isinstance(m, Packed):
+            packed_m = _payload(m, "m", blocks, size)
+        else:
+            flat_m = _address(m, "m", blocks * size)
+        lengths = _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
+        out = torch.empty((blocks, 2), dtype=torch.float64)
+        self._call(
+            "lamb_products",
+            *(size, blocks, lengths, flat_g, *spans_g, flat_m, *packed_m),
+            *(_address(r, "r", blocks * size), out.data_ptr()),
+        )
+        return out
 
     def lamb_update(
         self,

@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 9;
+constexpr int kAbi = 10;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -507,6 +507,15 @@ INLINE float fold_lanes(float* acc, int64_t lanes) {
   return acc[0];
 }
 
+inline double fold_lanes(double* acc, int64_t lanes) {
+  while (lanes > 1) {
+    const int64_t half = (lanes + 1) / 2;
+    for (int64_t i = 0; i < lanes - half; ++i) acc[i] += acc[half + i];
+    lanes = half;
+  }
+  return acc[0];
+}
+
 // First pass over a block: y into memory (it stays in the cache for the second pass), squares and sign bits in registers.
 template <class Maker> struct FirstPass {
   const Maker& maker;
@@ -808,6 +817,41 @@ struct Unpack {
 struct LambFactors {  // of a block
   float b1, i1, b2, o2, c2, eps, wd;
   float old_scale, scale, t;  // t: alpha times scale
+};
+
+// h = g*r ; per lane the sums of h*h and of h*m, in fp64: the square of an fp32 number is exact there and no sum can overflow
+struct LambProducts {
+  int64_t lanes, length;
+  float scale;            // of the packed momentum
+  const uint32_t* words;  // null where the momentum is flat
+  const float *m, *g, *r;
+  double *squares, *dots;
+
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
+  }
+  template <int N> INLINE void one(int64_t lane) const {
+    Signs<N> sign;
+    if (words != nullptr) sign.begin(words + lane);
+    double square[N] = {}, dot[N] = {};
+    constexpr int kAhead = 384;
+    // in a block with padding N is 1
+    for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes) {
+      ask<kAhead>(g + i);
+      ask<kAhead>(r + i);
+      const F<N> h = load<N>(g + i) * load<N>(r + i);
+      const F<N> hm = h * (words != nullptr ? sign.next(splat<N>(scale)) : load<N>(m + i));
+      float plain[N], times_m[N];
+      store<N>(plain, h);
+      store<N>(times_m, hm);
+      for (int j = 0; j < N; ++j) {
+        square[j] += static_cast<double>(plain[j]) * static_cast<double>(plain[j]);
+        dot[j] += static_cast<double>(times_m[j]);
+      }
+    }
+    std::memcpy(squares + lane, square, sizeof square);
+    std::memcpy(dots + lane, dot, sizeof dot);
+  }
 };
 
 // ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (+-t)*r ; u = up + wd*x ; ratio = 1/(r*(sqrt(fresh*c2) + eps))
@@ -1272,6 +1316,50 @@ EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, i
       const float keep = decay[run.first_block];
       if (r != nullptr) update_run(run, block_size, staged, ApplyAdam<true>{lanes, keep, t, in.words, r + block * block_size, nullptr});
       else update_run(run, block_size, staged, ApplyAdam<false>{lanes, keep, t, in.words, nullptr, nullptr});
+    }
+  });
+}
+
+// g: flat or spans (span_data); m: flat or packed (m_raw); out: 2 fp64 per block, and 0 where there is no tensor
+EXPORT void onebit_lamb_products(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* g,
+                                 int64_t spans, const int64_t* span_block, const int64_t* span_numel, void* const* span_data,
+                                 const uint8_t* span_dtype, const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row,
+                                 const float* r, double* out) {
+  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+  const Payload packed{m_raw, m_stride, m_per_row};
+  const int64_t lanes = block_size / kPlanes;
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    std::vector<double> squares(lanes), dots(lanes);
+    Scratch staged(block_size);
+    SpanCursor cursor(table, block_size, first);
+    for (int64_t block = first; block < last; ++block) {
+      double* const result = out + 2 * block;
+      result[0] = result[1] = 0.0;
+      const int64_t length = lengths[block];
+      if (length <= 0) continue;
+      LambProducts products{lanes, length, 0.0f, nullptr, nullptr, nullptr, r + block * block_size, squares.data(), dots.data()};
+      if (g != nullptr) {
+        products.g = g + block * block_size;
+      } else {
+        const Run run = cursor.at(block);
+        if (run.data == nullptr) continue;
+        products.g = whole_block(run, block_size, staged);
+      }
+      if (m_raw != nullptr) {
+        const Block held = block_of(packed, block, lanes);
+        prefetch_words<false>(packed, block, lanes);
+        products.scale = *held.scale;
+        products.words = held.words;
+      } else {
+        products.m = m + block * block_size;
+      }
+      if (length == block_size) {
+        for_each_tile(lanes, products);
+      } else {
+        for (int64_t lane = 0; lane < lanes; ++lane) products.one<1>(lane);
+      }
+      result[0] = fold_lanes(squares.data(), lanes);
+      result[1] = fold_lanes(dots.data(), lanes);
     }
   });
 }

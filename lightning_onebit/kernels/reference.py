@@ -50,7 +50,7 @@ def block_square_sums(y: Tensor) -> Tensor:
 
 
 def fold_sums(values: Tensor, lanes: int) -> Tensor:
-    """Sums each row of ``values`` (fp32, ``(blocks, 32 * lanes)``) in the fixed order of ``block_square_sums``."""
+    """Sums each row of ``values`` (fp32 or fp64, ``(blocks, 32 * lanes)``) in the fixed order of ``block_square_sums``."""
     planes = values.view(values.shape[0], BITS_PER_WORD, lanes)
     acc = planes[:, 0].clone()
     for k in range(1, BITS_PER_WORD):
@@ -288,6 +288,48 @@ class ReferenceKernels:
             x.copy_(x * decay[span.block] - delta)
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
+
+    def lamb_products(
+        self,
+        bucket: BlockMap,
+        lo: int,
+        hi: int,
+        *,
+        g: Tensor | Spans,
+        m: Tensor | Packed,
+        r: Tensor,
+    ) -> Tensor:
+        """What trust ratios follow, of every block in ``[lo, hi)``: ``sum(h*h)`` and ``sum(h*m)`` with ``h = g*r``.
+
+        Products are fp32, sums fp64 (in which squares of fp32 numbers are exact and none overflows) in the order of
+        ``block_square_sums``.
+
+        Args:
+            bucket: the block map.
+            lo: first block.
+            hi: one past the last block.
+            g: gradient: span tensors of the whole bucket (``lo, hi`` must then be all of it; None: 0), or fp32 flat of the range.
+            m: momentum: fp32 flat of the range, or ``Packed`` with the blocks of the range.
+            r: fp32 flat of the range, reciprocal denominators.
+
+        Returns:
+            fp64 ``(hi - lo, 2)``.
+        """
+        bs = bucket.block_size
+        if not isinstance(g, Tensor):
+            flat = torch.empty(bucket.elements, dtype=torch.float32, device=r.device)
+            self.gather(bucket, g, flat)
+            g = flat
+        valid = valid_mask(bucket.lengths[lo:hi], bs)
+        h = _as_blocks(g, bs) * _as_blocks(r, bs)
+        dots = h * (_values(m) if isinstance(m, Packed) else _as_blocks(m, bs))
+        out = torch.zeros((hi - lo, 2), dtype=torch.float64, device=r.device)
+        for column, values in enumerate(
+            (torch.where(valid, h, 0.0).double().square(), torch.where(valid, dots, 0.0).double())
+        ):
+            if hi > lo:
+                out[:, column] += fold_sums(values, bs // BITS_PER_WORD)  # onto +0.0, which a sum of -0.0 becomes too
+        return out
 
     def lamb_update(
         self,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -18,7 +17,7 @@ from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
 from lightning_onebit.optim.refresh import CompressingAdam
-from lightning_onebit.optim.rules import dense_lamb_, preconditioned_products, sum_in_order
+from lightning_onebit.optim.rules import dense_lamb_, sum_in_order
 
 log = logging.getLogger("lightning_onebit")
 
@@ -172,10 +171,10 @@ class OnebitLamb(CompressingAdam):
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
         # compressed steps since the freeze or the last refresh; whether gradients are measured in the running one, and what has been
-        # of them so far: by bucket, slots of its spans and this rank's fp64 (spans, 2) of E and X
+        # of them so far: numbers of a first block, and this rank's fp64 (blocks, 2) of E and X from there on
         self._ratio_steps = 0
         self._measuring = False
-        self._products: list[tuple[list[int], Tensor]] = []
+        self._products: list[tuple[int, Tensor]] = []
         # by bucket, between the two passes of a step: partial norms, and the result where the momentum is kept unpacked
         self._partials: dict[int, Tensor] = {}
         self._exchanged: dict[int, Packed] = {}
@@ -363,37 +362,20 @@ class OnebitLamb(CompressingAdam):
 
     def _measure(self, bucket: Bucket, shard: Tensor | None) -> None:
         """This rank's part of E and X for the parameters of a bucket, from what it is about to compress."""
-        held, r = self._held_momentum(bucket), bucket.slice(self._flat["r"])
-        if isinstance(held, Packed):
-            momentum = torch.empty(bucket.elements, dtype=torch.float32, device=self._device)
-            self._kernels.unpack(held, bucket.lengths, momentum)
-        else:
-            momentum = held
-        first, last = (block * bucket.block_size for block in self._shard_blocks(bucket))
-        slots, grads, parts = [], [], []
-        for span, g in zip(bucket.spans, self._bind_grads(bucket), strict=True):
-            start = span.block * bucket.block_size
-            part = slice(max(start, first), min(start + span.numel, last))
-            if shard is not None:
-                g = shard[part.start - first : part.stop - first] if part.start < part.stop else None
-            if g is not None and self._active[self._slots[span.param]]:
-                slots.append(span.param)
-                grads.append(g)
-                parts.append(part)
-        if grads:
-            products = preconditioned_products(grads, [r[part] for part in parts], [momentum[part] for part in parts])
-            self._products.append((slots, products))
+        lo, hi = self._shard_blocks(bucket)
+        r = self._scaling(bucket, lo, hi)
+        assert r is not None
+        g = shard if shard is not None else self._contribution(bucket)
+        products = self._kernels.lamb_products(bucket, lo, hi, g=g, m=self._momentum_of(bucket, lo, hi), r=r)
+        self._products.append((bucket.first_block + lo, products))
 
     def _follow(self) -> None:
         """Trust ratios of the following steps, from the weights as they are now and all ranks' gradients of this step."""
-        local = torch.zeros((2, len(self._slots)), dtype=torch.float64, device=self._device)
-        for slots, products in self._products:
-            # runs of one parameter follow each other; it may go on in the next bucket
-            counts = Counter(slots)
-            lengths = upload(list(counts.values()), self._device)
-            sums = torch.segment_reduce(products, "sum", lengths=lengths, unsafe=True)
-            local[:, upload(list(counts), self._device)] += sums.T
+        rows = torch.zeros((self._known_plan().blocks, 2), dtype=torch.float64, device=self._device)
+        for first, products in self._products:
+            rows[first : first + len(products)] = products
         self._products = []
+        local = self._per_slot(rows, "sum").T.contiguous()
         scale = self._grad_scale
         local *= upload([scale * scale, scale], self._device, torch.float64)[:, None]
         norms = torch.stack(torch._foreach_norm([self._weight(i) for i in self._slots], 2, torch.float64))
@@ -403,7 +385,8 @@ class OnebitLamb(CompressingAdam):
         energy, signal, norm = sum_in_order(rows[:, 0]) / n**2, sum_in_order(rows[:, 1]) / n, rows[0, 2]
         index = upload(self._slots, self._device)
         known = {name: self._scalars[name][index] for name in (*_MEASURED, "coefficient")}
-        seen = (energy > 0) & (norm > 0)  # not where a parameter sits out: its energy is 0
+        active = upload([self._active[i] for i in self._slots], self._device)
+        seen = active & (energy > 0) & (norm > 0)
         measured = known["measurements"] + seen
         weight = torch.where(seen, (1.0 / measured.clamp(min=1)).clamp(min=MEASURE_WEIGHT), 0.0)
         # (lerp would fuse its operations on some processors)
@@ -510,13 +493,14 @@ class OnebitLamb(CompressingAdam):
         for bucket in plan.buckets:
             if bucket.index in self._partials:
                 rows[bucket.first_block : bucket.first_block + bucket.blocks] = self._partials[bucket.index].double()
+        return self._per_slot(rows[:, :2], "sum").sqrt().unbind(dim=1), self._per_slot(rows[:, 2:], "max")[:, 0]
+
+    def _per_slot(self, rows: Tensor, reduction: str) -> Tensor:
+        """Reduces what blocks have (``(blocks, k)``) to what slots have (``(slots, k)``), blocks taken in order."""
         counts = self._slot_blocks()
         # blocks lie in reverse parameter order, and padding blocks come last
-        used = rows[: sum(counts)]
         lengths = upload(list(reversed(counts)), self._device)
-        sums = torch.segment_reduce(used, "sum", lengths=lengths, initial=0.0, unsafe=True).flip(0)
-        largest = torch.segment_reduce(used[:, 2:], "max", lengths=lengths, initial=0.0, unsafe=True).flip(0)
-        return sums[:, :2].sqrt().unbind(dim=1), largest[:, 0]
+        return torch.segment_reduce(rows[: sum(counts)], reduction, lengths=lengths, initial=0.0, unsafe=True).flip(0)
 
     def _slot_blocks(self) -> Sequence[int]:
         size = self.options.block_size

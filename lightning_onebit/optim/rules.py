@@ -117,18 +117,6 @@ def unprecondition_(m: Tensor, r: Tensor) -> None:
         piece.copy_(torch.where(factor > 0, piece / factor, torch.zeros_like(piece)))
 
 
-def preconditioned_products(g: Sequence[Tensor], r: Sequence[Tensor], u: Sequence[Tensor]) -> Tensor:
-    """``sum((g*r)^2)`` and ``sum(g*r*u)`` of each gradient (any float dtype); r, u: fp32 of its shape. fp64 ``(len(g), 2)``."""
-    norms: list[Tensor] = []
-    dots: list[Tensor] = []
-    for part in _portions([piece.numel() for piece in r]):
-        products = torch._foreach_mul([g[i].float() for i in part], [r[i] for i in part])
-        norms += torch._foreach_norm(products, 2, torch.float64)
-        torch._foreach_mul_(products, [u[i] for i in part])
-        dots += [product.sum(dtype=torch.float64) for product in products]
-    return torch.stack([torch.stack(norms).square(), torch.stack(dots)], dim=1)
-
-
 def sum_in_order(rows: Tensor) -> Tensor:
     """Sum of rows, one after the other: the same bits wherever it is made."""
     total = rows[0].clone()

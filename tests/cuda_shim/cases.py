@@ -225,6 +225,19 @@ def apply_adam(w: World, shift: int, preconditioned: bool = False) -> Results:
     return _present(spans)
 
 
+def lamb_products(w: World, m: str, g: str) -> Results:
+    gradient: Any = {"flat": w.flat, "spans": w.spans, "odd": w.odd_spans}[g]()
+    momentum = w.momentum() if m == "packed" else w.flat()
+    return [w.kernels.lamb_products(w.bucket, 0, w.blocks, g=gradient, m=momentum, r=w.flat(positive=True))]
+
+
+def lamb_products_range(w: World) -> Results:
+    lo, hi = w.row_blocks, w.blocks
+    g, r = (w.flat(positive=p)[lo * w.size : hi * w.size] for p in (False, True))
+    momentum = w.momentum().narrow(1, w.blocks // w.row_blocks - 1)
+    return [w.kernels.lamb_products(w.bucket, lo, hi, g=g, m=momentum, r=r)]
+
+
 def lamb_update(w: World, old: str) -> Results:
     spans = w.spans(dtypes=DTYPES[:1])
     rows = ((0.8, 0.99), (5, 10), (0.9, 0.999), (0.001, 0.1), (1, 2), (1e-8, 1e-6), (0.5, 1), (0, 0.1))
@@ -333,6 +346,11 @@ CASES: dict[str, Callable[[World], Results]] = {
     "scatter odd": scatter_odd,
     **{f"apply_adam shifted {s}": (lambda w, s=s: apply_adam(w, s)) for s in (0, 1)},
     **{f"apply_adam shifted {s} without r": (lambda w, s=s: apply_adam(w, s, preconditioned=True)) for s in (0, 1)},
+    **{
+        f"lamb_products {m} {g}": (lambda w, m=m, g=g: lamb_products(w, m, g))
+        for m, g in (("flat", "flat"), ("flat", "spans"), ("packed", "spans"), ("packed", "odd"))
+    },
+    "lamb_products range": lamb_products_range,
     **{f"lamb_update {old}": (lambda w, old=old: lamb_update(w, old)) for old in ("flat", "packed")},
     **{f"lamb_apply shifted {s}": (lambda w, s=s: lamb_apply(w, s)) for s in (0, 1)},
     **{f"local_step {g}": (lambda w, g=g: local_step(w, g)) for g in ("spans", "shifted", "odd")},
