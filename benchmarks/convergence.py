@@ -574,13 +574,15 @@ FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
 FROZEN: Options = (("refresh_interval", "never"),)
 MOMENTUM: Options = (("preconditioned", False), *FROZEN)
 # so does 0/1 Adam, whose variance is an average of refreshes; and the same with steps compressed from the start
-PAPERS_ZERO_ONE: Options = (*MOMENTUM, ("var_decay", "refresh"))
-STEPS: Options = (("preconditioned", True), *FROZEN, ("var_decay", "refresh"))
+# (so do refreshes while lr rises, which all count)
+ALL_COUNT: Options = (("var_rise_steps", 0),)
+PAPERS_ZERO_ONE: Options = (*MOMENTUM, ("var_decay", "refresh"), *ALL_COUNT)
+STEPS: Options = (("preconditioned", True), *FROZEN, ("var_decay", "refresh"), *ALL_COUNT)
 # 0/1 Adam with its variance refreshed to the end of the run, hence without local steps: as an average of refreshes, and over time
-TO_THE_END: Options = (("preconditioned", True), ("var_decay", "refresh"), ("var_freeze_step", 1200))
-OVER_TIME: Options = (("preconditioned", True), ("var_freeze_step", 1200))
+TO_THE_END: Options = (("preconditioned", True), ("var_decay", "refresh"), ("var_freeze_step", 1200), *ALL_COUNT)
+OVER_TIME: Options = (("preconditioned", True), ("var_freeze_step", 1200), *ALL_COUNT)
 # 0/1 Adam whose refreshes before the freeze grow rarer after 64 of them in the place of 16
-DENSER: Options = (("var_update_scaler", 64),)
+DENSER: Options = (*ALL_COUNT, ("var_update_scaler", 64))
 # 1-bit Adam whose frozen variance is refreshed by 4 dense steps now and then
 REFRESHES, SHORT_REFRESHES = (("refresh_interval", 100),), (("refresh_interval", 40),)
 
@@ -667,7 +669,7 @@ def studies() -> dict[str, list[Chain]]:
                     also=((4, False, MOST_SEEDS),),
                     also_rungs=(0, 1),
                 )
-                for options in ((), DENSER)
+                for options in ((), ALL_COUNT, DENSER)
             ),
             # LAMB's best is sharp here: half a rung more or less costs 2 %
             digits(
@@ -748,8 +750,13 @@ def studies() -> dict[str, list[Chain]]:
                 seeds=MOST_SEEDS,
                 variants=(
                     (("local_step_clipper", 1), *PAPERS_ZERO_ONE),
-                    (("preconditioned", False), ("var_decay", "refresh"), ("var_freeze_step", 1200)),
+                    (("preconditioned", False), ("var_decay", "refresh"), ("var_freeze_step", 1200), *ALL_COUNT),
                 ),
+            ),
+            Chain(
+                *("text", "zero_one_adam", 4, ALL_COUNT),
+                seeds=NINE_SEEDS,
+                also=((2, True, (0,)), four, (16, False, NINE_SEEDS), (64, False, NINE_SEEDS)),
             ),
             Chain("text", "zero_one_adam", 4, STEPS, start=8, also=((2, True, (0,)), four, sixteen, sixty_four)),
             digits("zero_one_adam", options=STEPS, refine=True, seeds=MANY_SEEDS),

@@ -144,7 +144,8 @@ class Job:
         overlap: ``"step"``, or ``"backward"`` where compressed buckets hide as well (1-bit Adam and 1-bit LAMB).
         block_size: elements that share a scale.
         bucket_mb: MB of fp32 gradients per bucket.
-        var_update_scaler: 0/1 Adam's, like the two that follow.
+        var_update_scaler: 0/1 Adam's, like the three that follow.
+        var_rise_steps: steps in which its lr rises at first, 64 at most, which refresh the variance and do not count.
         local_step_scaler: see ``ZeroOneAdam``; None: a fifth of ``steps``, about what the paper's 32,768 are of its 152,511.
         local_step_clipper: see ``ZeroOneAdam``.
         server: BinSGDM's.
@@ -162,6 +163,7 @@ class Job:
     block_size: int = 2048
     bucket_mb: float = 16.0
     var_update_scaler: int = 16
+    var_rise_steps: int = 0
     local_step_scaler: int | None = None
     local_step_clipper: int = 16
     server: str = "feedback"
@@ -197,6 +199,7 @@ class Job:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 32; try 2048")
         check_number("bucket_mb", self.bucket_mb, above=0)
         check_integer("var_update_scaler", self.var_update_scaler, least=1)
+        check_integer("var_rise_steps", self.var_rise_steps, least=0)
         check_integer("local_step_scaler", self.local_step_scaler, least=1, optional=True)
         check_integer("local_step_clipper", self.local_step_clipper, least=1)
         check_choice("server", self.server, SERVERS)
@@ -474,17 +477,25 @@ def _rounds(job: Job, name: str) -> dict[str, float]:
         return {"dense": float(dense), "one_bit": float(job.steps - dense), "silent": 0.0}
     scaler = job.local_step_scaler if job.local_step_scaler is not None else max(1, job.steps // 5)
     clipper = job.local_step_clipper
-    return dict(_replayed(job.steps, dense, job.var_update_scaler, scaler, clipper, job.refresh_interval, span))
+    updates = (job.var_update_scaler, job.var_rise_steps)
+    return dict(_replayed(job.steps, dense, updates, scaler, clipper, job.refresh_interval, span))
 
 
 @lru_cache(maxsize=64)
 def _replayed(
-    steps: int, freeze: int, update_scaler: int, local_scaler: int, clipper: int, interval: int | None, span: int
+    steps: int,
+    freeze: int,
+    updates: tuple[int, int],
+    local_scaler: int,
+    clipper: int,
+    interval: int | None,
+    span: int,
 ) -> tuple[tuple[str, float], ...]:
     counts = replay_schedule(
         steps,
         var_freeze_step=freeze,
-        var_update_scaler=update_scaler,
+        var_update_scaler=updates[0],
+        rise_steps=updates[1],
         policy=IntervalPolicy(clipper, scaler=local_scaler),
         refresh_interval=interval,
         refresh_steps=span,

@@ -121,6 +121,7 @@ class OnebitMixin(_Base):
         refresh_steps: the same: dense steps of a refresh.
         var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
+        var_rise_steps: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.
         local_step_clipper: see ``ZeroOneAdam``.
         local_step_policy: see ``ZeroOneAdam``.
@@ -188,6 +189,7 @@ class OnebitMixin(_Base):
         refresh_steps: int | None = None,
         var_freeze_step: int | None = None,
         var_update_scaler: int | None = None,
+        var_rise_steps: int | None = None,
         local_step_scaler: int | None = None,
         local_step_clipper: int | None = None,
         local_step_policy: str | None = None,
@@ -222,6 +224,7 @@ class OnebitMixin(_Base):
             "refresh_steps": refresh_steps,
             "var_freeze_step": var_freeze_step,
             "var_update_scaler": var_update_scaler,
+            "var_rise_steps": var_rise_steps,
             "local_step_scaler": local_step_scaler,
             "local_step_clipper": local_step_clipper,
             "local_step_policy": local_step_policy,

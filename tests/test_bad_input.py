@@ -67,6 +67,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "refresh_interval": COUNT,
     "refresh_steps": COUNT,
     "var_update_scaler": COUNT,
+    "var_rise_steps": ("1", True, 1.5, -1),
     "local_step_scaler": COUNT,
     "local_step_clipper": COUNT,
     "local_step_policy": CHOICE,

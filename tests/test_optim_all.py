@@ -27,7 +27,7 @@ RULES = {
     "zero_one_adam, preconditioned": ("zero_one_adam", {"preconditioned": True}),
     "zero_one_adam, as published": (
         "zero_one_adam",
-        {"preconditioned": False, "var_decay": "refresh", "refresh_interval": "never"},
+        {"preconditioned": False, "var_decay": "refresh", "refresh_interval": "never", "var_rise_steps": 0},
     ),
 }
 STEPS = 16

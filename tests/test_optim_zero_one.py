@@ -17,7 +17,8 @@ from lightning_onebit.optim import Phase
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))
-#: refreshes at 1, 2, 3, 5, 7; one-bit rounds between them; gaps 1, 2 and 4 after step 8
+#: refreshes at 1, 2, 3, 5, 7 (where lr rises as in WARMED_UP, at 1 to 5 and 7); one-bit rounds between them; gaps 1, 2 and 4 after
+#: step 8
 SCHEDULE: dict[str, Any] = {
     "lr": 0.01,
     "weight_decay": 0.1,
@@ -33,7 +34,7 @@ WARMED_UP = (0.0, 0.005, *[0.01] * 28)
 # gap 1, then 2 and 4 as lr halves
 HALVED = (0.0, 0.005, *[0.01] * 8, *[0.005] * 6, *[0.0025] * 14)
 #: the paper's rules, of which the defaults differ
-PUBLISHED = {"preconditioned": False, "var_decay": "refresh", "refresh_interval": "never"}
+PUBLISHED = {"preconditioned": False, "var_decay": "refresh", "refresh_interval": "never", "var_rise_steps": 0}
 BY_LR = {k: v for k, v in SCHEDULE.items() if k != "local_step_scaler"} | {"local_step_policy": "learning_rate"}
 
 
@@ -91,6 +92,8 @@ CASES = {
     "interval, no bias correction": problem(options={**SCHEDULE, "bias_correction": False}, seed=1),
     "learning rate": problem(options=BY_LR, lrs=HALVED),
     "as published": problem(options={**SCHEDULE, **PUBLISHED}),
+    "all refreshes count": problem(options={**SCHEDULE, "var_rise_steps": 0}),
+    "the first rise of lr does not count": problem(options={**SCHEDULE, "var_rise_steps": 2}),
     "preconditioned from the start": problem(options={**SCHEDULE, "preconditioned": True}),
     "an average of refreshes, preconditioned, no bias correction": problem(
         options={**SCHEDULE, "var_decay": "refresh", "preconditioned": True, "bias_correction": False}
@@ -107,6 +110,26 @@ def test_follows_the_oracle_through_every_phase(world: int, case: str) -> None:
     gaps = np.diff([t for t, kind in enumerate(simulated.kinds) if kind == "sync"])
     assert {1, 2, 4} <= set(gaps.tolist()) and simulated.kinds[0] == "refresh" and "compressed" in simulated.kinds
     assert_follows(run_world(train, world, made, real=True), made, simulated, seen)
+
+
+RISES: dict[int, Any] = {
+    # lr rises at 2 to 5: 1, 6 and 7 count, or those after step r too
+    64: ([1, 2, 3, 4, 5, 6, 7], [8]),
+    3: ([1, 2, 3, 4, 5, 7], [6, 8]),
+    2: ([1, 2, 3, 4, 6, 8], [5, 7]),
+    0: ([1, 2, 3, 5, 7], [4, 6, 8]),
+}
+
+
+@pytest.mark.parametrize("rise", RISES)
+def test_refreshes_of_a_rising_lr_do_not_count_as_the_oracle_says(rise: int) -> None:
+    made = problem(options={**SCHEDULE, "var_rise_steps": rise}, lrs=(0.001, 0.002, 0.004, 0.006, *[0.01] * 26))
+    simulated, seen = simulate(made, 2)
+    kinds = dict(enumerate(simulated.kinds[:8], 1))
+    refreshed, one_bit = RISES[rise]
+    assert [t for t, kind in kinds.items() if kind == "refresh"] == refreshed
+    assert [t for t, kind in kinds.items() if kind == "compressed"] == one_bit
+    assert_follows(run_world(train, 2, made), made, simulated, seen)
 
 
 # ----- learning rate 0 -----------------------------------------------------------------------------------------------------------
@@ -245,6 +268,8 @@ def resumed_everywhere(group: Any, rank: int, world: int, made: Problem, first: 
 
     def step(optimizer: ZeroOneAdam, params: list[torch.nn.Parameter], t: int) -> bool:
         made.put(params, t, rank)
+        for g in optimizer.param_groups if made.lrs is not None else ():
+            g["lr"] = made.lrs[t]
         optimizer.step()
         assert optimizer.ledger.last is not None
         return optimizer.ledger.last.dense
@@ -276,6 +301,19 @@ def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted(precondition
     for kinds, equals, local in run_world(resumed_everywhere, 2, made, 5, 30):
         assert sum(kinds[8:]) == 4 and any(local)
         assert equals == [True] * 25
+
+
+def test_a_run_resumed_before_its_first_gradient_and_after_its_first_one_bit_round_goes_on_alike() -> None:
+    """Nothing is known of a parameter by then, but that its variance has been part of a compressed stage.
+
+    Its first gradient comes at lr 0, in the place of a one-bit round: m learns, and v does not.
+    """
+    late = frozenset((t, -1, 0) for t in range(5))
+    lrs = (*[0.01] * 5, 0.0, *[0.01] * 24)
+    made = problem(options={**SCHEDULE, "var_rise_steps": 0}, lrs=lrs, shapes=((300,),), cold=30, missing=late)
+    for kinds, equals, _ in run_world(resumed_everywhere, 2, made, 2, 14):
+        assert [not dense for dense in kinds[:8]] == [False, False, False, True, False, False, False, True]
+        assert equals == [True] * 12
 
 
 def test_a_run_resumed_anywhere_is_refreshed_when_the_other_is() -> None:
@@ -654,6 +692,8 @@ def test_a_group_that_joins_between_one_bit_rounds_costs_the_others_nothing_but_
     [
         ({"var_freeze_step": 0}, ValueError, "var_freeze_step=0"),
         ({"var_update_scaler": 0}, ValueError, "var_update_scaler=0"),
+        ({"var_rise_steps": -1}, ValueError, "var_rise_steps=-1"),
+        ({"var_rise_steps": 1.5}, TypeError, "var_rise_steps=1.5"),
         ({"local_step_scaler": 0}, ValueError, "local_step_scaler=0"),
         ({"local_step_clipper": 0}, ValueError, "local_step_clipper=0"),
         ({"local_step_policy": "never"}, ValueError, "local_step_policy='never' .* 'interval', 'learning_rate'"),

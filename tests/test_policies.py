@@ -22,11 +22,11 @@ from lightning_onebit.optim.policies import (
 )
 
 
-def refreshes(policy: VariancePolicy, last: int, first: int = 1) -> list[int]:
+def refreshes(policy: VariancePolicy, last: int, first: int = 1, lr: Any = lambda step: 1.0) -> list[int]:
     seen = []
     for step in range(first, last + 1):
         if policy.due(step):
-            policy.record(step)
+            policy.record(step, lr(step))
             seen.append(step)
     return seen
 
@@ -45,6 +45,28 @@ def test_refresh_gap_doubles_after_every_scaler_refreshes() -> None:
     assert refreshes(VariancePolicy(), 60) == [*range(1, 18), *range(19, 50, 2), 53, 57]
     assert refreshes(VariancePolicy(2), 40) == [1, 2, 3, 5, 7, 11, 15, 23, 31]
     assert refreshes(VariancePolicy(1), 40) == [1, 2, 4, 8, 16, 32]
+
+
+def test_refreshes_whose_lr_has_risen_do_not_count() -> None:
+    def warmed_up(step: int) -> float:
+        return min(step, 7) / 7
+
+    # 1 counts, 2 to 7 do not; then 8, and gaps of 2, 4 and 8
+    assert refreshes(VariancePolicy(2, rise_steps=64), 60, lr=warmed_up) == [*range(1, 10), 11, 13, 17, 21, 29, 37, 53]
+    # no longer than it is told to: 6 and 7 count too
+    assert refreshes(VariancePolicy(2, rise_steps=5), 60, lr=warmed_up) == [*range(1, 8), 9, 11, 15, 19, 27, 35, 51]
+    for policy in (VariancePolicy(2), VariancePolicy(2, rise_steps=1)):
+        assert refreshes(policy, 60, lr=warmed_up) == refreshes(VariancePolicy(2), 60)
+    # neither a lr that stays nor one that falls is one that rises
+    assert refreshes(VariancePolicy(2, rise_steps=64), 60) == refreshes(VariancePolicy(2), 60)
+    assert refreshes(VariancePolicy(2, rise_steps=64), 60, lr=lambda step: 1 / step) == refreshes(VariancePolicy(2), 60)
+
+
+def test_a_rise_between_refreshes_counts_from_the_next_refresh_on() -> None:
+    """lr rises at 12 and 13; the refresh at 15 sees it, so 16 is one too; counted are 1, 2, 3, 5, 7, 11 and 16."""
+    policy = VariancePolicy(2, rise_steps=64)
+    assert refreshes(policy, 40, lr=lambda step: 1.0 + (step > 11) + (step > 12)) == [1, 2, 3, 5, 7, 11, 15, 16, 24, 32]
+    assert (policy.done, policy.risen, policy.refreshes) == (9, 1, 10)
 
 
 def test_synchronisation_gap_doubles_every_scaler_steps_up_to_the_clipper() -> None:
@@ -85,16 +107,17 @@ def test_an_lr_that_halves_by_multiplication_reaches_its_power_of_two() -> None:
     clipper=st.integers(1, 20),
     freeze=st.integers(1, 150),
     steps=st.integers(1, 300),
+    rise=st.integers(0, 80),
 )
 def test_replay_counts_the_rounds_of_the_written_down_policies(
-    scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int
+    scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, rise: int
 ) -> None:
     policy = make_sync_policy("interval", scaler=local_scaler, clipper=clipper)
-    ours = replay_schedule(steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy)
-    t_v, t_u = oracle.VariancePolicy(freeze, scaler), oracle.SyncPolicy(freeze, local_scaler, clipper)
+    ours = replay_schedule(steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy, rise_steps=rise)
+    t_v, t_u = oracle.VariancePolicy(freeze, scaler, rise), oracle.SyncPolicy(freeze, local_scaler, clipper)
     theirs = {"dense": 0, "one_bit": 0, "silent": 0}
     for t in range(1, steps + 1):
-        refresh, sync = t_v(t), t_u(t, 1.0)
+        refresh, sync = t_v(t, min(t, max(rise, 1)) / 100), t_u(t, 1.0)
         theirs["dense" if refresh else "one_bit" if sync else "silent"] += 1
     assert ours == theirs
 
@@ -144,14 +167,17 @@ def test_shrink_policy_continues_from_its_state(energies: list[float], cut: int)
     assert second == shrinking(energies)
 
 
-@given(scaler=st.integers(1, 6), cut=st.integers(0, 60))
-def test_variance_policy_continues_from_its_state(scaler: int, cut: int) -> None:
-    whole = refreshes(VariancePolicy(scaler), 120)
-    first = VariancePolicy(scaler)
-    seen = refreshes(first, cut)
-    second = VariancePolicy(scaler)
+@given(scaler=st.integers(1, 6), rise=st.integers(0, 40), peak=st.integers(1, 50), cut=st.integers(0, 60))
+def test_variance_policy_continues_from_its_state(scaler: int, rise: int, peak: int, cut: int) -> None:
+    def lr(step: int) -> float:
+        return float(min(step, peak))
+
+    whole = refreshes(VariancePolicy(scaler, rise), 120, lr=lr)
+    first = VariancePolicy(scaler, rise)
+    seen = refreshes(first, cut, lr=lr)
+    second = VariancePolicy(scaler, rise)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert seen + refreshes(second, 120, first=cut + 1) == whole
+    assert seen + refreshes(second, 120, first=cut + 1, lr=lr) == whole
 
 
 @given(scaler=st.integers(1, 6), cut=st.integers(0, 60))
@@ -159,7 +185,7 @@ def test_a_variance_policy_of_an_earlier_release_knows_its_last_refresh(scaler: 
     first, second = VariancePolicy(scaler), VariancePolicy(scaler + 1)
     refreshes(first, cut)
     state = first.state_dict()
-    del state["last_step"]
+    del state["last_step"], state["risen"], state["lr"]
     second.load_state_dict(state)
     assert (second.last_step, second.next_step) == (first.last_step, first.next_step)
 

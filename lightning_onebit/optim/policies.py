@@ -20,37 +20,55 @@ class VariancePolicy:
     = 1. With the
     default scaler 16, t = 1 .. 17 all refresh. Source: "0/1 Adam", arXiv 2202.06009, section 6.
 
+    A refresh whose learning rate is above that of the last one does not count, up to step ``rise_steps``, and the next step is one
+    too: gaps begin to grow when the rise is over. Not in the paper; what it is good for is measured in docs/convergence.
+
     Attributes:
         scaler: refreshes after which the gap doubles (``var_update_scaler``).
-        done: refreshes so far.
+        rise_steps: last step that may not count (``var_rise_steps``); 0: all count.
+        done: refreshes so far that count.
         next_step: step of the next refresh.
         last_step: step of the last one; 0 before the first.
+        risen: refreshes so far that do not count.
+        lr: learning rate of the last refresh; None before the first.
     """
 
     scaler: int = 16
+    rise_steps: int = 0
     done: int = 0
     next_step: int = 1
     last_step: int = 0
+    risen: int = 0
+    lr: float | None = None
+
+    @property
+    def refreshes(self) -> int:
+        """All so far."""
+        return self.done + self.risen
 
     def due(self, step: int) -> bool:
         """Whether step ``step`` (1, 2, ...) is a refresh."""
         return step >= self.next_step
 
-    def record(self, step: int) -> None:
-        """Says that ``step`` was a refresh."""
-        self.last_step, self.next_step = step, step + 2 ** (self.done // self.scaler)
-        self.done += 1
+    def record(self, step: int, lr: float) -> None:
+        """Says that ``step`` was a refresh, at learning rate ``lr``."""
+        rises = self.lr is not None and lr > self.lr and step <= self.rise_steps
+        self.last_step, self.lr = step, lr
+        self.next_step = step + (1 if rises else 2 ** (self.done // self.scaler))
+        self.risen += rises
+        self.done += not rises
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``; the scaler stays what this run was given."""
+        """Continues from ``state_dict()``; the scaler and ``rise_steps`` stay what this run was given."""
         self.done, self.next_step = state["done"], state["next_step"]
         # states of earlier releases do not say it; their scaler does
         gap = 2 ** ((self.done - 1) // state.get("scaler", self.scaler)) if self.done else 1
         self.last_step = state.get("last_step", self.next_step - gap)
+        self.risen, self.lr = state.get("risen", 0), state.get("lr")
 
 
 @dataclass
@@ -229,8 +247,9 @@ def replay_schedule(
     policy: SyncPolicy,
     refresh_interval: int | None = None,
     refresh_steps: int = 4,
+    rise_steps: int = 0,
 ) -> dict[str, int]:
-    """Counts the rounds of a run of 0/1 Adam without running it (constant lr).
+    """Counts the rounds of a run of 0/1 Adam without running it (lr constant, but for ``rise_steps``).
 
     Args:
         steps: real steps of the run.
@@ -240,17 +259,18 @@ def replay_schedule(
         refresh_interval: steps between two refreshes of the frozen variance; None: there are none (those that begin by themselves
             depend on the gradients).
         refresh_steps: dense steps of such a refresh.
+        rise_steps: steps up to which lr rises, no more than ``var_rise_steps`` of them.
 
     Returns:
         ``{"dense": refreshes, "one_bit": one-bit rounds, "silent": steps without a data round}``.
     """
-    variance = VariancePolicy(var_update_scaler)
+    variance = VariancePolicy(var_update_scaler, rise_steps)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}
     unrefreshed = 0  # steps since the freeze or the last refresh
     for step in range(1, steps + 1):
         if step <= var_freeze_step:
             if variance.due(step):
-                variance.record(step)
+                variance.record(step, float(min(step, max(1, rise_steps))))
                 counts["dense"] += 1
             else:
                 counts["one_bit"] += 1

@@ -62,6 +62,8 @@ class ZeroOneAdam(RefreshingAdam):
         weight_decay: decoupled weight decay.
         var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
         var_update_scaler: refreshes after which the gap between refreshes doubles.
+        var_rise_steps: a refresh whose lr is above that of the last one does not count, up to this step, and is followed by the next at
+            once: gaps begin to grow when lr has risen, or after so many steps. 0: all count, as published.
         var_decay: what the second beta counts before the freeze. ``"step"`` (None): a refresh stands for all steps since the last one,
             ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples. ``"refresh"``, as published:
             refreshes, so that v is an average in which the first, close ones weigh as much as the late, rare ones.
@@ -111,6 +113,7 @@ class ZeroOneAdam(RefreshingAdam):
         *,
         var_freeze_step: int | None = None,
         var_update_scaler: int = 16,
+        var_rise_steps: int = 64,
         var_decay: str | None = None,
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
@@ -132,6 +135,7 @@ class ZeroOneAdam(RefreshingAdam):
     ) -> None:
         check_integer("var_freeze_step", var_freeze_step, least=1, optional=True)
         check_integer("var_update_scaler", var_update_scaler, least=1)
+        check_integer("var_rise_steps", var_rise_steps, least=0)
         if var_decay is not None:
             check_choice("var_decay", var_decay, VARIANCE_DECAYS)
         if var_decay is not None and var_freeze_step is not None and var_freeze_step < var_update_scaler + 3:
@@ -148,7 +152,7 @@ class ZeroOneAdam(RefreshingAdam):
             raise ValueError(f"preconditioned={preconditioned!r} is unknown; choose 'auto', True or False")
         if not isinstance(preconditioned, str):
             check_flag("preconditioned", preconditioned)
-        self.variance_policy = VariancePolicy(var_update_scaler)
+        self.variance_policy = VariancePolicy(var_update_scaler, var_rise_steps)
         self.sync_policy = make_sync_policy(local_step_policy, scaler=local_step_scaler, clipper=local_step_clipper)
         # by slot: sum of lr_t since the last synchronisation, and that (or the lr_t) of the last exchange
         self._travelled: list[float] = []
@@ -183,6 +187,7 @@ class ZeroOneAdam(RefreshingAdam):
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
                 "var_update_scaler": var_update_scaler,
+                "var_rise_steps": var_rise_steps,
                 "var_decay": var_decay or "step",
                 "local_step_scaler": local_step_scaler,
                 "local_step_clipper": local_step_clipper,
@@ -317,7 +322,7 @@ class ZeroOneAdam(RefreshingAdam):
         chosen = self.settings["preconditioned"]
         if chosen != "auto":
             return chosen is True
-        return self._phase is Phase.LOCAL or self.variance_policy.done >= SETTLED_REFRESHES
+        return self._phase is Phase.LOCAL or self.variance_policy.refreshes >= SETTLED_REFRESHES
 
     # ----- dense rounds -----------------------------------------------------------------------------------------------
 
@@ -360,7 +365,7 @@ class ZeroOneAdam(RefreshingAdam):
             for i in planned:  # whose step has been counted
                 self._variance_steps[i] = self._variance_steps.get(i, self._t[i] - 1) + 1
         before = self._preconditioned
-        self.variance_policy.record(step)
+        self.variance_policy.record(step, self._schedule_lr())
         if self._preconditioned and not before and self._worker_residual is not None:
             self._precondition_residuals()
         if self._worker_residual is None and not self.variance_policy.due(step + 1):
@@ -615,6 +620,7 @@ class ZeroOneAdam(RefreshingAdam):
             "sync_policy": self.sync_policy.state_dict(),
             "travelled": list(self._travelled),
             "units": list(self._units),
+            "one_bit": self._worker_residual is not None,
         }
 
     def _rank_state(self) -> dict[str, Tensor]:
@@ -652,6 +658,8 @@ class ZeroOneAdam(RefreshingAdam):
             # this is the model of the last synchronisation; what ranks have done since lies in their own parts
             self.sync_policy.since = 0
         super()._load_phase(phase, books, saved)
-        if phase is Phase.WARMUP and self.compresses and any("reciprocal_denominator" in s for s in saved.values()):
+        # (states of earlier releases do not say it; no parameter may have had a gradient yet)
+        one_bit = books.get("one_bit", any("reciprocal_denominator" in s for s in saved.values()))
+        if phase is Phase.WARMUP and self.compresses and one_bit and self._slots:
             self._prepare_one_bit()
             self._load_frozen(saved)

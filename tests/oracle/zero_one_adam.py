@@ -24,16 +24,23 @@ from oracle.common import (
 
 
 class VariancePolicy:
-    """``T_v``: the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``; the first refresh is at t = 1."""
+    """``T_v``: the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``; the first refresh is at t = 1.
 
-    def __init__(self, var_freeze_step: int, scaler: int = 16) -> None:
-        self.var_freeze_step, self.scaler = var_freeze_step, scaler
-        self.j, self.next = 0, 1
+    A refresh at ``t <= rise_steps`` whose lr is above the last one's has the gap 1 after it and is not one of the j.
+    """
 
-    def __call__(self, t: int) -> bool:
+    def __init__(self, var_freeze_step: int, scaler: int = 16, rise_steps: int = 0) -> None:
+        self.var_freeze_step, self.scaler, self.rise_steps = var_freeze_step, scaler, rise_steps
+        self.j, self.next, self.lrs = 0, 1, [float("inf")]
+
+    def __call__(self, t: int, lr: float = 1.0) -> bool:
         """Whether step t refreshes v; asked once for every t = 1, 2, ... in turn."""
         if t > self.var_freeze_step or t != self.next:
             return False
+        self.lrs.append(lr)
+        if t <= self.rise_steps and lr > self.lrs[-2]:
+            self.next = t + 1
+            return True
         self.next = t + 2 ** (self.j // self.scaler)
         self.j += 1
         return True
@@ -106,6 +113,7 @@ class ZeroOneAdam:
         wd: float = 0.0,
         var_freeze_step: int = 100,
         var_update_scaler: int = 16,
+        var_rise_steps: int = 64,
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
         local_step_policy: str = "interval",
@@ -124,7 +132,7 @@ class ZeroOneAdam:
         self.var_freeze_step, self.bias_correction, self.phi = var_freeze_step, bias_correction, phi
         self.ranks_per_node, self.preconditioned = ranks_per_node, preconditioned
         self.var_decay, self.refreshed = var_decay, 0  # and the step of the last refresh
-        self.T_v = VariancePolicy(var_freeze_step, var_update_scaler)
+        self.T_v = VariancePolicy(var_freeze_step, var_update_scaler, var_rise_steps)
         self.T_u = SyncPolicy(var_freeze_step, local_step_scaler, local_step_clipper, local_step_policy)
         self.xs = [[a.copy() for a in start] for _ in range(n)]
         self.ms = [[np.zeros(size) for size in sizes] for _ in range(n)]
@@ -164,7 +172,7 @@ class ZeroOneAdam:
             return
         g = flatten(g)
         self.steps += 1
-        refresh = self.T_v(self.steps)
+        refresh = self.T_v(self.steps, self.lr)
         local_stage = self.steps > self.var_freeze_step
         if local_stage and self.frozen is None:
             self._freeze()
@@ -197,7 +205,7 @@ class ZeroOneAdam:
                 getattr(self, "_" + kind)(l, zero_if_missing(g, l, self.v[l].size))
         if refresh:
             self.refreshed = self.steps
-            if self.T_v.j == 32:
+            if len(self.T_v.lrs) == 1 + 32:
                 self._settle()
         if local_stage and (relearn or not due):
             self._count_frozen(kind)
