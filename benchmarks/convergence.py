@@ -753,11 +753,6 @@ def studies() -> dict[str, list[Chain]]:
                     (("preconditioned", False), ("var_decay", "refresh"), ("var_freeze_step", 1200), *ALL_COUNT),
                 ),
             ),
-            Chain(
-                *("text", "zero_one_adam", 4, ALL_COUNT),
-                seeds=NINE_SEEDS,
-                also=((2, True, (0,)), four, (16, False, NINE_SEEDS), (64, False, NINE_SEEDS)),
-            ),
             Chain("text", "zero_one_adam", 4, STEPS, start=8, also=((2, True, (0,)), four, sixteen, sixty_four)),
             digits("zero_one_adam", options=STEPS, refine=True, seeds=MANY_SEEDS),
             # the variance refreshed to the end, as an average of refreshes and of steps, at one lr

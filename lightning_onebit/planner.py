@@ -145,7 +145,7 @@ class Job:
         block_size: elements that share a scale.
         bucket_mb: MB of fp32 gradients per bucket.
         var_update_scaler: 0/1 Adam's, like the three that follow.
-        var_rise_steps: steps in which its lr rises at first, 64 at most, which refresh the variance and do not count.
+        var_rise_steps: steps in which its lr rises at first, 64 at most: the gap between refreshes stays at 1.
         local_step_scaler: see ``ZeroOneAdam``; None: a fifth of ``steps``, about what the paper's 32,768 are of its 152,511.
         local_step_clipper: see ``ZeroOneAdam``.
         server: BinSGDM's.

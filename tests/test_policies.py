@@ -47,14 +47,16 @@ def test_refresh_gap_doubles_after_every_scaler_refreshes() -> None:
     assert refreshes(VariancePolicy(1), 40) == [1, 2, 4, 8, 16, 32]
 
 
-def test_refreshes_whose_lr_has_risen_do_not_count() -> None:
+def test_gaps_grow_when_the_lr_has_risen() -> None:
     def warmed_up(step: int) -> float:
         return min(step, 7) / 7
 
-    # 1 counts, 2 to 7 do not; then 8, and gaps of 2, 4 and 8
-    assert refreshes(VariancePolicy(2, rise_steps=64), 60, lr=warmed_up) == [*range(1, 10), 11, 13, 17, 21, 29, 37, 53]
-    # no longer than it is told to: 6 and 7 count too
-    assert refreshes(VariancePolicy(2, rise_steps=5), 60, lr=warmed_up) == [*range(1, 8), 9, 11, 15, 19, 27, 35, 51]
+    # 1 and 2 count, 3 to 7 do not; then 8, and gaps of 2, 4 and 8
+    assert refreshes(VariancePolicy(2, rise_steps=64), 60, lr=warmed_up) == [*range(1, 9), 10, 12, 16, 20, 28, 36, 52]
+    # no longer than it is told to: 6 counts too, and 7 is none
+    assert refreshes(VariancePolicy(2, rise_steps=5), 60, lr=warmed_up) == [*range(1, 7), 8, 10, 14, 18, 26, 34, 50]
+    # a rise that ends before the first gap would grow changes nothing
+    assert refreshes(VariancePolicy(7, rise_steps=64), 60, lr=warmed_up) == refreshes(VariancePolicy(7), 60)
     for policy in (VariancePolicy(2), VariancePolicy(2, rise_steps=1)):
         assert refreshes(policy, 60, lr=warmed_up) == refreshes(VariancePolicy(2), 60)
     # neither a lr that stays nor one that falls is one that rises

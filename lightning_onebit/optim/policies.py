@@ -20,8 +20,9 @@ class VariancePolicy:
     = 1. With the
     default scaler 16, t = 1 .. 17 all refresh. Source: "0/1 Adam", arXiv 2202.06009, section 6.
 
-    A refresh whose learning rate is above that of the last one does not count, up to step ``rise_steps``, and the next step is one
-    too: gaps begin to grow when the rise is over. Not in the paper; what it is good for is measured in docs/convergence.
+    A refresh after which the gap would be larger than 1 does not count where its learning rate is above that of the last one, up to
+    step ``rise_steps``, and the next step is one too: gaps grow when the rise is over. Not in the paper; what it is good for is
+    measured in docs/convergence.
 
     Attributes:
         scaler: refreshes after which the gap doubles (``var_update_scaler``).
@@ -52,7 +53,7 @@ class VariancePolicy:
 
     def record(self, step: int, lr: float) -> None:
         """Says that ``step`` was a refresh, at learning rate ``lr``."""
-        rises = self.lr is not None and lr > self.lr and step <= self.rise_steps
+        rises = self.done >= self.scaler and self.lr is not None and lr > self.lr and step <= self.rise_steps
         self.last_step, self.lr = step, lr
         self.next_step = step + (1 if rises else 2 ** (self.done // self.scaler))
         self.risen += rises

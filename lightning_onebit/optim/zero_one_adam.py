@@ -62,8 +62,8 @@ class ZeroOneAdam(RefreshingAdam):
         weight_decay: decoupled weight decay.
         var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
         var_update_scaler: refreshes after which the gap between refreshes doubles.
-        var_rise_steps: a refresh whose lr is above that of the last one does not count, up to this step, and is followed by the next at
-            once: gaps begin to grow when lr has risen, or after so many steps. 0: all count, as published.
+        var_rise_steps: up to this step the gap stays at 1 as long as lr rises: a refresh after which it would be larger does not count
+            where its lr is above that of the last one. 0: all count, as published.
         var_decay: what the second beta counts before the freeze. ``"step"`` (None): a refresh stands for all steps since the last one,
             ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples. ``"refresh"``, as published:
             refreshes, so that v is an average in which the first, close ones weigh as much as the late, rare ones.

@@ -26,7 +26,8 @@ from oracle.common import (
 class VariancePolicy:
     """``T_v``: the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``; the first refresh is at t = 1.
 
-    A refresh at ``t <= rise_steps`` whose lr is above the last one's has the gap 1 after it and is not one of the j.
+    A refresh at ``t <= rise_steps`` whose lr is above the last one's has the gap 1 after it, and is not one of the j if that is not its gap
+    anyway.
     """
 
     def __init__(self, var_freeze_step: int, scaler: int = 16, rise_steps: int = 0) -> None:
@@ -38,10 +39,11 @@ class VariancePolicy:
         if t > self.var_freeze_step or t != self.next:
             return False
         self.lrs.append(lr)
-        if t <= self.rise_steps and lr > self.lrs[-2]:
+        gap = 2 ** (self.j // self.scaler)
+        if gap > 1 and t <= self.rise_steps and lr > self.lrs[-2]:
             self.next = t + 1
             return True
-        self.next = t + 2 ** (self.j // self.scaler)
+        self.next = t + gap
         self.j += 1
         return True
 
