@@ -671,6 +671,7 @@ def studies() -> dict[str, list[Chain]]:
                 )
                 for options in ((), ALL_COUNT, DENSER)
             ),
+            digits("zero_one_adam", seeds=ALL_SEEDS, also=((16, False, ALL_SEEDS),)),
             # LAMB's best is sharp here: half a rung more or less costs 2 %
             digits(
                 "lamb",
@@ -682,7 +683,14 @@ def studies() -> dict[str, list[Chain]]:
                 also_rungs=(-0.5, 0, 0.5),
                 search=SIXTEEN_SEEDS,
             ),
-            digits("onebit_lamb", refine=True, fine=True, seeds=ALL_SEEDS, search=SIXTEEN_SEEDS),
+            digits(
+                "onebit_lamb",
+                refine=True,
+                fine=True,
+                seeds=ALL_SEEDS,
+                search=SIXTEEN_SEEDS,
+                also=((16, False, MANY_SEEDS),),
+            ),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MANY_SEEDS),
