@@ -455,6 +455,23 @@ def test_grad_stats_does_not_mistake_a_large_gradient_for_a_broken_one(kernels: 
     assert bad == 0 and squares == pytest.approx(100 * 3e38**2, rel=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_norms_are_those_of_each_tensor_whatever_its_layout(kernels: KernelBackend, dtype: torch.dtype) -> None:
+    device, draw = device_of(kernels), torch.Generator().manual_seed(0)
+    tensors = [torch.randn(n, generator=draw).to(device, dtype) for n in (1, 7, 0, 300_001)]
+    tensors += [
+        torch.randn(4, 6, generator=draw).to(device, dtype)[:, ::2],
+        torch.full((9,), 1e4, device=device, dtype=dtype),
+    ]
+    if dtype is torch.float32:
+        tensors += [torch.full((100,), 3e38, device=device), torch.full((9,), 1e-30, device=device)]
+    norms = kernels.norms(tensors)
+    assert norms.dtype == torch.float64 and norms.device.type == torch.device(device).type
+    for norm, tensor in zip(norms.tolist(), tensors, strict=True):
+        assert norm == pytest.approx(float(tensor.double().norm()), rel=1e-13)
+    assert norms[2] == 0.0 and kernels.norms([]).shape == (0,)
+
+
 # ----- the registry --------------------------------------------------------------------------------------------------------------
 
 

@@ -275,7 +275,8 @@ def test_the_number_of_threads_changes_no_bit(kernels: cpu.CpuKernels) -> None:
     for count in (1, 2, 3, 5):
         with threads(count):
             everything = run_everything(kernels, bucket, 2, 3, "packed", "spans", torch.float32)
-            results.append((everything, kernels.grad_stats(gradients).tolist()))
+            sums = kernels.grad_stats(gradients).tolist() + kernels.norms(gradients).tolist()
+            results.append((everything, sums))
     assert all(result == results[0] for result in results)
 
 

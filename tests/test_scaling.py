@@ -28,6 +28,7 @@ OPERATIONS = (
     "gather",
     "scatter",
     "grad_stats",
+    "norms",
     "compress",
     "reduce",
     "unpack",

@@ -217,7 +217,7 @@ _RESIDUAL = (_POINTER, _INT)  # address, dtype
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gather": (_LONG, _LONG, *_SPANS, _POINTER),
     "scatter": (_LONG, _LONG, *_SPANS, _POINTER),
-    "grad_stats": (_LONG, _POINTER, _POINTER, _POINTER, _POINTER),
+    "grad_stats": (_LONG, *[_POINTER] * 5),
     "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, *[_POINTER] * 2, *_SPANS, _POINTER, *_RESIDUAL, *_PAYLOAD),
     "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
@@ -424,26 +424,35 @@ class CpuKernels(ReferenceKernels):
 
     def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sum of squares, in fp64, and the number of tensors with a non-finite value."""
+        others = [tensor for tensor in tensors if tensor.dtype not in _DTYPES]  # fp64
+        known = tensors if not others else [tensor for tensor in tensors if tensor.dtype in _DTYPES]
+        result = torch.zeros(2, dtype=torch.float64)
+        self._sum_squares(known, result, None)
+        for tensor in others:
+            result[0] += tensor.detach().double().square().sum()
+            result[1] += (~torch.isfinite(tensor)).any()
+        return result
+
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Norms with fp64 sums, whose order does not depend on the number of threads."""
+        if any(tensor.dtype not in _DTYPES for tensor in tensors):
+            return super().norms(tensors)
+        squares = torch.empty(len(tensors), dtype=torch.float64)
+        self._sum_squares(tensors, torch.empty(2, dtype=torch.float64), squares)
+        return squares.sqrt_()
+
+    def _sum_squares(self, tensors: Sequence[Tensor], result: Tensor, of_each: Tensor | None) -> None:
         numels, addresses, codes, keep = array("q"), array("Q"), bytearray(), []
-        others = []  # fp64
         for tensor in tensors:
-            code = _DTYPES.get(tensor.dtype)
-            if code is None:
-                others.append(tensor)
-                continue
             if not is_dense(tensor):
                 tensor = tensor.detach().contiguous()
                 keep.append(tensor)
             numels.append(tensor.numel())
             addresses.append(tensor.data_ptr())
-            codes.append(code)
-        result = torch.zeros(2, dtype=torch.float64)
-        where = (numels.buffer_info()[0], addresses.buffer_info()[0], bytes(codes), result.data_ptr())
+            codes.append(_DTYPES[tensor.dtype])
+        each = None if of_each is None else of_each.data_ptr()
+        where = (numels.buffer_info()[0], addresses.buffer_info()[0], bytes(codes), result.data_ptr(), each)
         self._call("grad_stats", len(numels), *where)
-        for tensor in others:
-            result[0] += tensor.detach().double().square().sum()
-            result[1] += (~torch.isfinite(tensor)).any()
-        return result
 
     def compress(
         self,

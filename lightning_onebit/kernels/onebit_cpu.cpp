@@ -1211,8 +1211,9 @@ EXPORT void onebit_scatter(int threads, int64_t block_size, int64_t blocks, int6
   });
 }
 
+// result: sum of all squares, tensors whose own is not finite; of_each: the sum of each, or null
 EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel, const void* const* data,
-                              const uint8_t* dtype, double* result) {
+                              const uint8_t* dtype, double* result, double* of_each) {
   std::vector<int64_t> first_piece(tensors + 1, 0);
   for (int64_t t = 0; t < tensors; ++t) first_piece[t + 1] = first_piece[t] + (numel[t] + kSumPiece - 1) / kSumPiece;
   std::vector<double> sums(first_piece[tensors]);
@@ -1230,6 +1231,7 @@ EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel
   for (int64_t t = 0; t < tensors; ++t) {
     double sum = 0.0;
     for (int64_t piece = first_piece[t]; piece < first_piece[t + 1]; ++piece) sum += sums[piece];
+    if (of_each != nullptr) of_each[t] = sum;
     bad += std::isfinite(sum) ? 0.0 : 1.0;
     squares += sum;
   }

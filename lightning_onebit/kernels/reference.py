@@ -179,6 +179,22 @@ class ReferenceKernels:
             squares = torch.stack([t.double().square().sum() for t in tensors]).sum()
         return torch.stack([squares, torch.stack(flags).sum().double()])
 
+    def norms(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Euclidean norm of each tensor, with fp64 sums.
+
+        The one operation in which backends may differ, in the last bit: the order of these sums is their own, and in this one that of
+        torch, which depends on the number of threads.
+
+        Args:
+            tensors: of any shapes and float dtypes.
+
+        Returns:
+            fp64 ``(len(tensors),)`` on their device (on the CPU if there are none).
+        """
+        if not tensors:
+            return torch.zeros(0, dtype=torch.float64)
+        return torch.stack(torch._foreach_norm([t.detach() for t in tensors], 2, torch.float64))
+
     # ----- the error-compensated compressor ---------------------------------------------------------------------------
 
     def compress(

@@ -250,6 +250,7 @@ class OnebitLamb(CompressingAdam):
             weight_decay=group["weight_decay"],
             bias_correction=settings["bias_correction"],
             clip=(settings["min_coeff"], settings["max_coeff"]),
+            norms=self._kernels.norms,
         )
         index = upload(members, self._device)
         beta = settings["coeff_beta"]
@@ -378,8 +379,8 @@ class OnebitLamb(CompressingAdam):
         local = self._per_slot(rows, "sum").T.contiguous()
         scale = self._grad_scale
         local *= upload([scale * scale, scale], self._device, torch.float64)[:, None]
-        norms = torch.stack(torch._foreach_norm([self._weight(i) for i in self._slots], 2, torch.float64))
-        # replicas are equal, but sums over them may differ in the last bit with the number of threads: rank 0's count
+        norms = self._kernels.norms([self._weight(i) for i in self._slots])
+        # replicas are equal, but sums over them may differ in the last bit where ranks have other kernels: rank 0's count
         rows = self._share(torch.cat([local, norms[None]]))
         n = self._ranks().nodes
         energy, signal, norm = sum_in_order(rows[:, 0]) / n**2, sum_in_order(rows[:, 1]) / n, rows[0, 2]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -146,6 +146,7 @@ def dense_lamb_(
     weight_decay: float,
     bias_correction: bool,
     clip: tuple[float, float],
+    norms: Callable[[Sequence[Tensor]], Tensor],
 ) -> Tensor:
     """One LAMB step on averaged gradients, in place.
 
@@ -164,6 +165,7 @@ def dense_lamb_(
         weight_decay: ``wd``.
         bias_correction: False leaves ``mhat = m``, ``vhat = v``.
         clip: ``(min_coeff, max_coeff)``.
+        norms: fp64 norms of fp32 tensors (the kernels').
 
     Returns:
         c of each tensor, fp64 ``(len(x),)`` on the device of ``x``.
@@ -186,9 +188,8 @@ def dense_lamb_(
         if bias_correction:
             torch._foreach_div_(u, [1 - b1 ** t[i] for i in part])
         torch._foreach_add_(u, weights, alpha=weight_decay)
-        # fp64 norms, so that rounding does not depend on the order of summation
-        x_norm = torch.stack(torch._foreach_norm(weights, 2, torch.float64))
-        u_norm = torch.stack(torch._foreach_norm(u, 2, torch.float64))
+        # fp64 norms, so that rounding hardly ever depends on the order of summation
+        x_norm, u_norm = norms(weights), norms(u)
         live = (x_norm > 0) & (u_norm > 0)
         c = torch.where(live, (x_norm / torch.where(live, u_norm, 1.0)).clamp(*clip), 1.0)
         torch._foreach_mul_(u, list((-lr * c).float().unbind()))
