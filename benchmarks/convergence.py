@@ -672,6 +672,7 @@ def studies() -> dict[str, list[Chain]]:
                 for options in ((), ALL_COUNT, DENSER)
             ),
             digits("zero_one_adam", seeds=ALL_SEEDS, also=((16, False, ALL_SEEDS),)),
+            digits("zero_one_adam", options=DENSER, also=((16, False, MOST_SEEDS),)),
             # LAMB's best is sharp here: half a rung more or less costs 2 %
             digits(
                 "lamb",
