@@ -671,7 +671,7 @@ def studies() -> dict[str, list[Chain]]:
                 )
                 for options in ((), ALL_COUNT, DENSER)
             ),
-            digits("zero_one_adam", seeds=ALL_SEEDS, also=((16, False, ALL_SEEDS),)),
+            digits("zero_one_adam", seeds=ALL_SEEDS, also=((2, True, MANY_SEEDS), four, (16, False, ALL_SEEDS))),
             digits("zero_one_adam", options=DENSER, also=((16, False, MOST_SEEDS),)),
             # LAMB's best is sharp here: half a rung more or less costs 2 %
             digits(
@@ -690,7 +690,7 @@ def studies() -> dict[str, list[Chain]]:
                 fine=True,
                 seeds=ALL_SEEDS,
                 search=SIXTEEN_SEEDS,
-                also=((16, False, MANY_SEEDS),),
+                also=((2, True, MANY_SEEDS), four, (16, False, MANY_SEEDS)),
             ),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
