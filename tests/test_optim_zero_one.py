@@ -115,7 +115,6 @@ RISES: dict[int, Any] = {
     # lr rises at 2 to 5: all but 3 to 5 count, all but 3, or all
     64: ([1, 2, 3, 4, 5, 6, 8], [7]),
     3: ([1, 2, 3, 4, 6, 8], [5, 7]),
-    2: ([1, 2, 3, 5, 7], [4, 6, 8]),
     0: ([1, 2, 3, 5, 7], [4, 6, 8]),
 }
 
@@ -693,6 +692,12 @@ def test_a_group_that_joins_between_one_bit_rounds_costs_the_others_nothing_but_
         ({"var_update_scaler": 0}, ValueError, "var_update_scaler=0"),
         ({"var_rise_steps": -1}, ValueError, "var_rise_steps=-1"),
         ({"var_rise_steps": 1.5}, TypeError, "var_rise_steps=1.5"),
+        ({"var_rise_steps": 16}, ValueError, "var_rise_steps=16 has no effect with var_update_scaler=16.* 17 or more"),
+        (
+            {"var_rise_steps": 20, "var_freeze_step": 17},
+            ValueError,
+            "var_rise_steps=20 has no effect.*var_freeze_step=17",
+        ),
         ({"local_step_scaler": 0}, ValueError, "local_step_scaler=0"),
         ({"local_step_clipper": 0}, ValueError, "local_step_clipper=0"),
         ({"local_step_policy": "never"}, ValueError, "local_step_policy='never' .* 'interval', 'learning_rate'"),
@@ -724,6 +729,10 @@ def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: 
 
 def test_a_variance_over_time_may_freeze_at_the_first_refresh_that_skips_a_step() -> None:
     ZeroOneAdam([torch.nn.Parameter(torch.ones(3))], var_decay="step", var_freeze_step=19)
+
+
+def test_a_rise_of_one_step_may_hold_the_gap() -> None:
+    ZeroOneAdam([torch.nn.Parameter(torch.ones(3))], var_rise_steps=17, var_freeze_step=18)
 
 
 def test_freeze_ends_the_refreshes_where_no_step_was_given() -> None:

@@ -208,6 +208,19 @@ def test_refreshes_of_0_1_adam_are_counted_as_the_optimizer_makes_them(interval:
     assert predict(NETWORK, job, "zero_one_adam").dense_share == counts["dense"] / 60
 
 
+def test_dense_rounds_of_a_rising_lr_are_counted_as_training_makes_them() -> None:
+    """Of 8 steps 1, 2, 3, 5 and 7 are dense, or 1 to 6 and 8 where lr rises until the 5th."""
+    optimizer = ZeroOneAdam([torch.nn.Parameter(torch.ones(2))], var_update_scaler=2)
+    dense = 0
+    for step in range(1, 9):
+        if optimizer.variance_policy.due(step):
+            optimizer.variance_policy.record(step, min(step, 5) / 5)
+            dense += 1
+    job = replace(BERT, steps=8, warmup=1.0, var_update_scaler=2)
+    assert predict(NETWORK, job, "zero_one_adam").dense_share == 5 / 8
+    assert predict(NETWORK, replace(job, var_rise_steps=5), "zero_one_adam").dense_share == dense / 8 == 7 / 8
+
+
 def test_a_run_that_is_all_warm_up_is_a_dense_run() -> None:
     report = plan(NETWORK, replace(BERT, warmup=1.0), ["onebit_adam"])
     dense, found = report.predictions[0], report.predictions[-1]

@@ -22,6 +22,8 @@ from lightning_onebit.optim.refresh import RefreshingAdam
 log = logging.getLogger("lightning_onebit")
 
 VARIANCE_DECAYS = ("refresh", "step")
+#: last step of a rising learning rate whose refresh need not count, where nothing else is said
+RISE_STEPS = 64
 #: refreshes of the variance after which steps are compressed by default, if it has not frozen before
 SETTLED_REFRESHES = 32
 
@@ -63,7 +65,7 @@ class ZeroOneAdam(RefreshingAdam):
         var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
         var_update_scaler: refreshes after which the gap between refreshes doubles.
         var_rise_steps: up to this step the gap stays at 1 as long as lr rises: a refresh after which it would be larger does not count
-            where its lr is above that of the last one. 0: all count, as published.
+            where its lr is above that of the last one. None: 64; 0: all count, as published.
         var_decay: what the second beta counts before the freeze. ``"step"`` (None): a refresh stands for all steps since the last one,
             ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples. ``"refresh"``, as published:
             refreshes, so that v is an average in which the first, close ones weigh as much as the late, rare ones.
@@ -113,7 +115,7 @@ class ZeroOneAdam(RefreshingAdam):
         *,
         var_freeze_step: int | None = None,
         var_update_scaler: int = 16,
-        var_rise_steps: int = 64,
+        var_rise_steps: int | None = None,
         var_decay: str | None = None,
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
@@ -135,7 +137,15 @@ class ZeroOneAdam(RefreshingAdam):
     ) -> None:
         check_integer("var_freeze_step", var_freeze_step, least=1, optional=True)
         check_integer("var_update_scaler", var_update_scaler, least=1)
-        check_integer("var_rise_steps", var_rise_steps, least=0)
+        check_integer("var_rise_steps", var_rise_steps, least=0, optional=True)
+        # the first refresh that may not count, and the step after it
+        first = var_update_scaler + 1
+        if var_rise_steps and (var_rise_steps < first or (var_freeze_step is not None and var_freeze_step <= first)):
+            raise ValueError(
+                f"var_rise_steps={var_rise_steps} has no effect with var_update_scaler={var_update_scaler} and "
+                f"var_freeze_step={var_freeze_step}: the gap between refreshes could first grow after step {first}; leave it out, or say {first} or more and freeze later"
+            )
+        rise_steps = RISE_STEPS if var_rise_steps is None else var_rise_steps
         if var_decay is not None:
             check_choice("var_decay", var_decay, VARIANCE_DECAYS)
         if var_decay is not None and var_freeze_step is not None and var_freeze_step < var_update_scaler + 3:
@@ -152,7 +162,7 @@ class ZeroOneAdam(RefreshingAdam):
             raise ValueError(f"preconditioned={preconditioned!r} is unknown; choose 'auto', True or False")
         if not isinstance(preconditioned, str):
             check_flag("preconditioned", preconditioned)
-        self.variance_policy = VariancePolicy(var_update_scaler, var_rise_steps)
+        self.variance_policy = VariancePolicy(var_update_scaler, rise_steps)
         self.sync_policy = make_sync_policy(local_step_policy, scaler=local_step_scaler, clipper=local_step_clipper)
         # by slot: sum of lr_t since the last synchronisation, and that (or the lr_t) of the last exchange
         self._travelled: list[float] = []
@@ -187,7 +197,7 @@ class ZeroOneAdam(RefreshingAdam):
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
                 "var_update_scaler": var_update_scaler,
-                "var_rise_steps": var_rise_steps,
+                "var_rise_steps": rise_steps,
                 "var_decay": var_decay or "step",
                 "local_step_scaler": local_step_scaler,
                 "local_step_clipper": local_step_clipper,
