@@ -143,7 +143,8 @@ class ZeroOneAdam(RefreshingAdam):
         if var_rise_steps and (var_rise_steps < first or (var_freeze_step is not None and var_freeze_step <= first)):
             raise ValueError(
                 f"var_rise_steps={var_rise_steps} has no effect with var_update_scaler={var_update_scaler} and "
-                f"var_freeze_step={var_freeze_step}: the gap between refreshes could first grow after step {first}; leave it out, or say {first} or more and freeze later"
+                f"var_freeze_step={var_freeze_step}: the gap between refreshes could first grow after step {first}; "
+                f"leave it out, or say {first} or more and freeze later"
             )
         rise_steps = RISE_STEPS if var_rise_steps is None else var_rise_steps
         if var_decay is not None:
