@@ -28,7 +28,7 @@ _JOB_OPTIONS = (
         "block_size",
         "bucket_mb",
     ),
-    *("local_step_scaler", "local_step_clipper", "server"),
+    *("var_update_scaler", "var_rise_steps", "local_step_scaler", "local_step_clipper", "server"),
 )
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
@@ -137,6 +137,15 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     model.add_argument("--block-size", type=_whole(32), default=Job.block_size, help="option of the optimizer")
     model.add_argument(
         "--bucket-mb", type=_number(0, above=True), default=Job.bucket_mb, help="option of the optimizer"
+    )
+    model.add_argument(
+        "--var-update-scaler", type=_whole(1), default=Job.var_update_scaler, help="0/1 Adam's (%(default)s)"
+    )
+    model.add_argument(
+        "--var-rise-steps",
+        type=_whole(0),
+        default=Job.var_rise_steps,
+        help="0/1 Adam's: steps in which its lr rises at first, 64 at most (%(default)s: a constant lr)",
     )
     model.add_argument("--local-step-scaler", type=_whole(1), help="0/1 Adam's (default: a fifth of the steps)")
     model.add_argument("--local-step-clipper", type=_whole(1), default=Job.local_step_clipper, help="0/1 Adam's")
