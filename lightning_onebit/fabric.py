@@ -246,6 +246,15 @@ class FabricMixin(_Base):
             )
         return norm
 
+    def clip_gradients_value(self, module: torch.nn.Module, optimizer: Any, clip_val: float) -> None:
+        """Fabric's.
+
+        Raises:
+            ValueError: gradients have been sent by then (``overlap="backward"``).
+        """
+        optimizer.check_clipping_by_value(clip_val)
+        super().clip_gradients_value(module, optimizer, clip_val)
+
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:

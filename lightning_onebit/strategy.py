@@ -116,6 +116,8 @@ class OnebitMixin(_Base):
         trust_ratio: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
             ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
+        scale_factor: all but BinSGDM: the magnitude that a block is sent with, in units of its root mean square. None: 1, or 1.25
+            for 1-bit LAMB.
         refresh_interval: 1-bit Adam, 1-bit LAMB and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"``
             (default) or ``"never"``, see ``OnebitAdam`` and ``OnebitLamb``.
         refresh_steps: the same: dense steps of a refresh.
@@ -185,6 +187,7 @@ class OnebitMixin(_Base):
         factor_threshold: float | None = None,
         trust_ratio: str | None = None,
         preconditioned: bool | str | None = None,
+        scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int | None = None,
         var_freeze_step: int | None = None,
@@ -220,6 +223,7 @@ class OnebitMixin(_Base):
             "factor_threshold": factor_threshold,
             "trust_ratio": trust_ratio,
             "preconditioned": preconditioned,
+            "scale_factor": scale_factor,
             "refresh_interval": refresh_interval,
             "refresh_steps": refresh_steps,
             "var_freeze_step": var_freeze_step,
@@ -668,7 +672,7 @@ class OnebitMixin(_Base):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin; its clipping by norm knows the global norm of gradients that stay local."""
+        """The precision plugin; its clipping by norm knows the global norm of gradients that stay local, that by value when they have left."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -676,6 +680,7 @@ class OnebitMixin(_Base):
         super(OnebitMixin, type(self)).precision_plugin.fset(self, precision_plugin)  # type: ignore[attr-defined]
         if precision_plugin is not None:
             precision_plugin.clip_grad_by_norm = _ClipByGlobalNorm(precision_plugin)
+            precision_plugin.clip_grad_by_value = _ClipByValue(precision_plugin)
         scaler = getattr(precision_plugin, "scaler", None)
         self._unscale = None
         if scaler is not None:
@@ -1006,6 +1011,19 @@ class _ClipByGlobalNorm:
             optimizer.clip_grad_norm_(clip_val)
         else:
             type(self._plugin).clip_grad_by_norm(self._plugin, optimizer, clip_val)
+
+
+class _ClipByValue:
+    """Stands in for ``clip_grad_by_value`` of a precision plugin: refused where it would come too late."""
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    def __call__(self, optimizer: Any, clip_val: float) -> None:
+        optimizer = _unwrap(optimizer)
+        if isinstance(optimizer, OnebitOptimizer):
+            optimizer.check_clipping_by_value(clip_val)
+        type(self._plugin).clip_grad_by_value(self._plugin, optimizer, clip_val)
 
 
 def _unwrap(optimizer: Any) -> Any:

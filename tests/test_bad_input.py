@@ -48,6 +48,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "block_size": ("64", True, 64.0, 0, 31, 33, -32),
     "max_grad_norm": (*NUMBER, 0.0, -1.0),
     "denominator_floor": (*NUMBER, -0.1, 1.1),
+    "scale_factor": (*NUMBER, 0.0, -1.0, 1.75),
     "process_group": ("gloo", 3, object()),
     "force_compression": FLAG,
     "bucket_mb": (*NUMBER, 0, -1.0),

@@ -97,12 +97,13 @@ def run_everything(
     m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
     g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
     r = flats[1].abs() if g is not None and rng.random() < 0.5 else None
-    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r)
+    factor = float(rng.uniform(0.5, 1.7))
+    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r, scale_factor=factor)
     written += [raw(e), raw(out.raw)]
 
     d, reply = flats[3][: chunk * size].clone(), Packed.empty(1, chunk, size)
     workers = random_payload(rng, int(rng.integers(1, 7)), chunk, size)
-    kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows)
+    kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows, factor)
     written += [raw(d), raw(reply.raw)]
 
     flat = flats[4].clone()

@@ -111,6 +111,7 @@ class Run:
             "block_size": o.get("block_size", 2048),
             "phi": o.get("denominator_floor", 0.1),
             "preconditioned": o.get("preconditioned", True),
+            "scale_factor": o.get("scale_factor", 1.0),
             "max_norm": o.get("max_grad_norm"),
             "refresh_interval": o.get("refresh_interval", "auto"),
             "refresh_steps": o.get("refresh_steps", 4),

@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 10
+ABI = 11
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -218,8 +218,19 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gather": (_LONG, _LONG, *_SPANS, _POINTER),
     "scatter": (_LONG, _LONG, *_SPANS, _POINTER),
     "grad_stats": (_LONG, *[_POINTER] * 5),
-    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, *[_POINTER] * 2, *_SPANS, _POINTER, *_RESIDUAL, *_PAYLOAD),
-    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
+    "compress": (
+        _LONG,
+        _LONG,
+        *[_POINTER] * 3,
+        *_PAYLOAD,
+        *[_POINTER] * 2,
+        *_SPANS,
+        _POINTER,
+        *_RESIDUAL,
+        *_PAYLOAD,
+        _FLOAT,
+    ),
+    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
     "lamb_products": (_LONG, _LONG, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD, _POINTER, _POINTER),
@@ -383,8 +394,20 @@ class CpuKernels(ReferenceKernels):
             e, d = data[0].clone(), data[1].clone()
             sent, reply = Packed.empty(1, 3, size), Packed.empty(1, 3, size)
             factors = data[4, :3].abs()
-            kernels.compress(bucket, 0, 3, a=factors, m=data[2], b=factors, g=data[3], e=e, out=sent, r=data[4].abs())
-            kernels.reduce(sent, lengths, d, reply, 1 / 3)
+            kernels.compress(
+                bucket,
+                0,
+                3,
+                a=factors,
+                m=data[2],
+                b=factors,
+                g=data[3],
+                e=e,
+                out=sent,
+                r=data[4].abs(),
+                scale_factor=1.3,
+            )
+            kernels.reduce(sent, lengths, d, reply, 1 / 3, 1.3)
             results.append((e, d, sent.raw, reply.raw))
         if not all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*results, strict=True)):
             raise KernelsUnavailable(
@@ -467,6 +490,7 @@ class CpuKernels(ReferenceKernels):
         e: Tensor,
         out: Packed,
         r: Tensor | None = None,
+        scale_factor: float = 1.0,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
         size, blocks = bucket.block_size, hi - lo
@@ -502,9 +526,12 @@ class CpuKernels(ReferenceKernels):
             "compress",
             *(size, blocks, lengths, factor_m, flat_m, *packed_m),
             *(factor_g, flat_g, *spans_g, reciprocal, *residual, *_payload(out, "out", blocks, size)),
+            scale_factor,
         )
 
-    def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
+    def reduce(
+        self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float, scale_factor: float = 1.0
+    ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
         size, blocks = received.block_size, received.blocks_per_row
         if out.rows != 1:
@@ -519,6 +546,7 @@ class CpuKernels(ReferenceKernels):
                 address,
                 stride,
                 inv_n,
+                scale_factor,
             ),
         )
 

@@ -296,8 +296,8 @@ class CudaKernels(ReferenceKernels):
             r.abs_()
             factors = r[:3].clone()
             sent, reply = Packed.empty(1, 3, size, device=on), Packed.empty(1, 3, size, device=on)
-            kernels.compress(bucket, 0, 3, a=factors, m=m, b=factors, g=g, e=e, out=sent, r=r)
-            kernels.reduce(sent, bucket.lengths, d, reply, 1 / 3)
+            kernels.compress(bucket, 0, 3, a=factors, m=m, b=factors, g=g, e=e, out=sent, r=r, scale_factor=1.3)
+            kernels.reduce(sent, bucket.lengths, d, reply, 1 / 3, 1.3)
             results.append([t.cpu().view(torch.uint8) for t in (e, d, sent.raw, reply.raw)])
         if not all(a.equal(b) for a, b in zip(*results, strict=True)):
             raise KernelsUnavailable("the compiled CUDA kernels do not compute the reference's bits on this device")
@@ -495,6 +495,7 @@ class CudaKernels(ReferenceKernels):
         e: Tensor,
         out: Packed,
         r: Tensor | None = None,
+        scale_factor: float = 1.0,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
         size, blocks, device = bucket.block_size, hi - lo, e.device
@@ -526,11 +527,14 @@ class CudaKernels(ReferenceKernels):
             *(self._lengths(bucket, lo), factor_m, flat_m, *packed_m, factor_g, flat_g),
             *(*(bound.tables if bound is not None else (0, 0)), reciprocal, residual),
             *self._payload(out, "out", blocks, size),
+            np.float32(scale_factor),
         )
         name = f"compress_vectors_{kind}{suffix}" if wide else f"compress_{kind}{suffix}"
         self._launch(name, device, size, blocks, arguments, accumulators=1, staged=wide)
 
-    def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
+    def reduce(
+        self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float, scale_factor: float = 1.0
+    ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
         size, blocks = received.block_size, received.blocks_per_row
         if out.rows != 1:
@@ -540,7 +544,7 @@ class CudaKernels(ReferenceKernels):
         residual, suffix = self._residual(d, "d", blocks * size)
         arguments = (
             *(received.rows, address, stride, self._address(lengths, "lengths", blocks, torch.int32)),
-            *(residual, target, target_stride, np.float32(inv_n)),
+            *(residual, target, target_stride, np.float32(inv_n), np.float32(scale_factor)),
         )
         self._launch(f"reduce{suffix}", d.device, size, blocks, arguments, accumulators=1)
 

@@ -323,7 +323,9 @@ DEVICE float* accumulators(const Here& h, char* scratch, int arrays) {
   return reinterpret_cast<float*>(scratch) + (static_cast<i64>(blockIdx.x) * blockDim.y + h.group) * size;
 }
 
-DEVICE float scale_of(float sum, int length) { return length > 0 ? root(div(sum, static_cast<float>(length))) : 0.0f; }
+DEVICE float scale_of(float sum, int length, float factor) {
+  return length > 0 ? mul(factor, root(div(sum, static_cast<float>(length)))) : 0.0f;
+}
 
 // ----- compress and reduce: bits, scale and residual --------------------------------------------------------------------------
 
@@ -331,7 +333,8 @@ DEVICE float scale_of(float sum, int length) { return length > 0 ? root(div(sum,
 
 // One lane per thread, all planes in registers.
 template <class Maker, class E>
-DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc) {
+DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc,
+                               float factor) {
   float y[kPlanes];
   if (h.live) maker.template planes<kPlanes>(y, h.t, 0);
   float sum = 0.0f;
@@ -345,7 +348,7 @@ DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E*
   acc[h.t] = sum;
   if (h.live) out.words[h.t] = word;
   fold_lanes(acc, h);
-  const float scale = scale_of(acc[0], length);
+  const float scale = scale_of(acc[0], length, factor);
   if (!h.live) return;
   if (h.t == 0) *out.scale = scale;
 #pragma unroll
@@ -357,7 +360,8 @@ DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E*
 
 // Any number of lanes per thread: y waits in the residual's own memory.
 template <class Maker>
-DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc) {
+DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc,
+                            float factor) {
   const int part = 8;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
     float sum = 0.0f;
@@ -378,7 +382,7 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float
     if (h.live) out.words[lane] = word;
   }
   fold_lanes(acc, h);
-  const float scale = scale_of(acc[0], length);
+  const float scale = scale_of(acc[0], length, factor);
   if (!h.live) return;
   if (h.t == 0) *out.scale = scale;
   for (int lane = h.t; lane < h.lanes; lane += h.T)
@@ -392,7 +396,8 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float
 
 // The same where the residual has no room for y: it is made twice, the second time from what the first has left in the cache.
 template <class Maker>
-DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloat* residual, const Bits& out, float* acc) {
+DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloat* residual, const Bits& out, float* acc,
+                            float factor) {
   const int part = 8;
   float scale = 0.0f;
 #pragma unroll 1  // one copy of the maker's code
@@ -418,17 +423,18 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloa
     }
     if (pass) return;
     fold_lanes(acc, h);
-    scale = scale_of(acc[0], length);
+    scale = scale_of(acc[0], length, factor);
     if (h.live && h.t == 0) *out.scale = scale;
   }
 }
 
 template <class Maker, class E>
-DEVICE void quantize(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc) {
+DEVICE void quantize(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc,
+                     float factor) {
   if (h.T == h.lanes)
-    quantize_registers(maker, h, length, residual, out, acc);
+    quantize_registers(maker, h, length, residual, out, acc, factor);
   else
-    quantize_staged(maker, h, length, residual, out, acc);
+    quantize_staged(maker, h, length, residual, out, acc, factor);
 }
 
 enum Momentum { kNone, kFlat, kPacked };
@@ -478,6 +484,7 @@ struct CompressArguments {
   void* e;
   char* out_raw;
   i64 out_stride, out_per_row;
+  float scale_factor;
 };
 
 template <class E> DEVICE E* residual_of_block(void* e, int block, i64 block_size) { return static_cast<E*>(e) + block * block_size; }
@@ -506,7 +513,7 @@ template <int M, class E> DEVICE void compress(const CompressArguments& x, char*
   const Worker<M, E> w = worker_of<M, E>(x, h);
   const Bits out = bits_of_block(x.out_raw, x.out_stride, x.out_per_row, h.block, h.lanes);
   E* residual = residual_of_block<E>(x.e, h.block, x.block_size);
-  quantize_staged(w, h, w.length, residual, out, accumulators(h, scratch, 1));
+  quantize_staged(w, h, w.length, residual, out, accumulators(h, scratch, 1), x.scale_factor);
 }
 
 // The same with 16-byte loads and stores (8 bytes of 16-bit values). Squares must be added in the order of the planes, which the vector layout deals to
@@ -557,7 +564,7 @@ template <int M, class E> DEVICE void compress_vectors(const CompressArguments& 
   acc[h.t] = sum;
   fold_lanes(acc, h);
   if (!h.live) return;
-  const float scale = scale_of(acc[0], w.length);
+  const float scale = scale_of(acc[0], w.length, x.scale_factor);
   if (h.t == 0) *out.scale = scale;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
@@ -602,9 +609,9 @@ template <class E> struct Server {
 #define COMPRESS_PARAMETERS                                                                                            \
   i64 block_size, i64 blocks, const int *lengths, const float *a, const float *m, char *m_raw, i64 m_stride,           \
       i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, const float *r,         \
-      void *e, char *out_raw, i64 out_stride, i64 out_per_row, char *scratch
+      void *e, char *out_raw, i64 out_stride, i64 out_per_row, float scale_factor, char *scratch
 #define COMPRESS_ARGUMENTS                                                                                                 \
-  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, e, out_raw, out_stride, out_per_row}
+  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, e, out_raw, out_stride, out_per_row, scale_factor}
 
 // m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither; r: flat or null; e: fp32, or Bfloat where the name says so
 KERNEL onebit_compress_none(COMPRESS_PARAMETERS) { compress<kNone, float>(COMPRESS_ARGUMENTS, scratch); }
@@ -623,7 +630,7 @@ KERNEL_128 onebit_compress_vectors_packed_bf16(COMPRESS_PARAMETERS) { compress_v
 
 template <class E>
 DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, E* d, char* out_raw,
-                   i64 out_stride, float inv_n, char* scratch) {
+                   i64 out_stride, float inv_n, float scale_factor, char* scratch) {
   const Here h = here(block_size, blocks);
   E* residual = d + h.block * block_size;
   Server<E> server;
@@ -636,16 +643,16 @@ DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, 
   server.inv_n = inv_n;
   server.d = residual;
   const Bits out = bits_of_block(out_raw, out_stride, blocks, h.block, h.lanes);
-  quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1));
+  quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1), scale_factor);
 }
 
 KERNEL_128 onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, float* d, char* out_raw,
-                         i64 out_stride, float inv_n, char* scratch) {
-  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scratch);
+                         i64 out_stride, float inv_n, float scale_factor, char* scratch) {
+  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scale_factor, scratch);
 }
 KERNEL_128 onebit_reduce_bf16(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, Bfloat* d,
-                              char* out_raw, i64 out_stride, float inv_n, char* scratch) {
-  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scratch);
+                              char* out_raw, i64 out_stride, float inv_n, float scale_factor, char* scratch) {
+  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scale_factor, scratch);
 }
 
 KERNEL onebit_unpack(i64 block_size, i64 blocks, char* raw, i64 stride, i64 per_row, const int* lengths, float* out) {
@@ -1152,7 +1159,7 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
     acc[lane] = sum;
   }
   fold_lanes(acc, h);
-  const float least = phi > 0.0f ? mul(phi, scale_of(acc[0], length)) : 0.0f;
+  const float least = phi > 0.0f ? scale_of(acc[0], length, phi) : 0.0f;
   if (!h.live) return;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {  // each thread reads what it has written itself
     u32 word = 0;

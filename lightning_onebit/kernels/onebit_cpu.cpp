@@ -46,7 +46,7 @@
 
 namespace {
 
-constexpr int kAbi = 10;
+constexpr int kAbi = 11;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -569,7 +569,8 @@ template <int N> INLINE F<N> residual_of(F<N> y, F<N> scale) {  // y - (+-scale)
 // (Tried and slower on Zen 5, by 5 to 40 percent: merging the second pass into the next block's first one, postponing it behind
 // that, a buffer for y, and prefetching the next block meanwhile. All disturb the hardware's own prefetching.)
 template <class Maker, class E>
-INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* residual, float* staged, Block out, float* acc) {
+INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* residual, float* staged, Block out, float* acc,
+                     float scale_factor) {
   const int64_t lanes = block_size / kPlanes;
   float* y = staged;
   if constexpr (std::is_same_v<E, float>) y = residual;
@@ -586,7 +587,7 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
     std::memset(y + length, 0, (block_size - length) * 4);
     for_each_tile(lanes, FirstPass<FromMemory>{FromMemory{y}, lanes, planes, y, out.words, acc});
   }
-  const float scale = std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
+  const float scale = scale_factor * std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
   *out.scale = scale;
   const F<kNative> wide = splat<kNative>(scale);
   int64_t i = 0;
@@ -652,6 +653,7 @@ struct CompressArgs {
   const float* r;
   void* e;
   Payload out;
+  float scale_factor;
 };
 
 template <Momentum M, Gradient G, class E> void compress(int threads, const CompressArgs& x) {
@@ -682,7 +684,7 @@ template <Momentum M, Gradient G, class E> void compress(int threads, const Comp
           worker.g = whole_block(cursor.at(block), size, staged);
         }
       }
-      quantize(worker, size, length, e, y, block_of(x.out, block, lanes), acc);
+      quantize(worker, size, length, e, y, block_of(x.out, block, lanes), acc, x.scale_factor);
     }
   });
 }
@@ -744,7 +746,7 @@ template <class E> struct Server<0, E> {
 
 template <int Rows, class E>
 void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, E* d, const Payload& out,
-            float inv_n) {
+            float inv_n, float scale_factor) {
   const int64_t lanes = size / kPlanes;
   parallel(threads, received.per_row, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), scales(rows), y(std::is_same_v<E, float> ? 0 : size);
@@ -758,7 +760,7 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
       }
       E* const residual = d + block * size;
       const Server<Rows, E> server{rows, scales, words.data(), inv_n, residual};
-      quantize(server, size, lengths[block], residual, y, block_of(out, block, lanes), acc);
+      quantize(server, size, lengths[block], residual, y, block_of(out, block, lanes), acc, scale_factor);
     }
   });
 }
@@ -1254,9 +1256,10 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
                             void* const* span_data, const uint8_t* span_dtype, const float* r, void* e, int e_dtype,
-                            uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
+                            uint8_t* out_raw, int64_t out_stride, int64_t out_per_row, float scale_factor) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
-                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, {out_raw, out_stride, out_per_row}};
+                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, {out_raw, out_stride, out_per_row},
+                       scale_factor};
   if (m != nullptr) return compress<Momentum::kFlat>(threads, x, e_dtype);
   if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, e_dtype);
   compress<Momentum::kNone>(threads, x, e_dtype);
@@ -1264,22 +1267,23 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
 
 template <class E>
 void reduce_rows(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, void* residual,
-                 const Payload& out, float inv_n) {
+                 const Payload& out, float inv_n, float scale_factor) {
   E* const d = static_cast<E*>(residual);
   switch (rows) {
-    case 1: return reduce<1>(threads, size, rows, received, lengths, d, out, inv_n);
-    case 2: return reduce<2>(threads, size, rows, received, lengths, d, out, inv_n);
-    case 3: return reduce<3>(threads, size, rows, received, lengths, d, out, inv_n);
-    case 4: return reduce<4>(threads, size, rows, received, lengths, d, out, inv_n);
-    default: return reduce<0>(threads, size, rows, received, lengths, d, out, inv_n);
+    case 1: return reduce<1>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
+    case 2: return reduce<2>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
+    case 3: return reduce<3>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
+    case 4: return reduce<4>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
+    default: return reduce<0>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
   }
 }
 
 EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
-                          const int32_t* lengths, void* d, int d_dtype, uint8_t* out_raw, int64_t out_stride, float inv_n) {
+                          const int32_t* lengths, void* d, int d_dtype, uint8_t* out_raw, int64_t out_stride, float inv_n,
+                          float scale_factor) {
   const Payload received{in_raw, in_stride, per_row}, out{out_raw, out_stride, per_row};
-  if (d_dtype == kBfloat16) reduce_rows<Bfloat>(threads, block_size, rows, received, lengths, d, out, inv_n);
-  else reduce_rows<float>(threads, block_size, rows, received, lengths, d, out, inv_n);
+  if (d_dtype == kBfloat16) reduce_rows<Bfloat>(threads, block_size, rows, received, lengths, d, out, inv_n, scale_factor);
+  else reduce_rows<float>(threads, block_size, rows, received, lengths, d, out, inv_n, scale_factor);
 }
 
 EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8_t* raw, int64_t stride, int64_t per_row,

@@ -107,9 +107,9 @@ def _block_rms(y: Tensor, lengths: Tensor) -> Tensor:
     return torch.sqrt(mean.double()).float()
 
 
-def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed) -> Tensor:
+def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed, scale_factor: float) -> Tensor:
     """Writes bits and scales of ``y`` into ``out``; returns the residual ``y - C(y)`` (0 on padding)."""
-    scale = _block_rms(y, lengths)
+    scale = torch.tensor(scale_factor, dtype=torch.float32, device=y.device) * _block_rms(y, lengths)
     negative = torch.signbit(y) & valid
     out.scales.copy_(scale.view(out.rows, out.blocks_per_row))
     pack_bits(negative.view(out.rows, out.blocks_per_row, out.block_size), out.words)
@@ -210,6 +210,7 @@ class ReferenceKernels:
         e: Tensor,
         out: Packed,
         r: Tensor | None = None,
+        scale_factor: float = 1.0,
     ) -> None:
         """Worker side of the exchange: bits, scale and residual of ``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``.
 
@@ -228,6 +229,7 @@ class ReferenceKernels:
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
             r: fp32 flat of the range, reciprocal denominators by which the gradient is multiplied; None: by nothing (and None
                 with ``g=None``).
+            scale_factor: what a block's scale is, in units of its root mean square; rounded to fp32.
         """
         if r is not None and g is None:
             raise ValueError("r must be None with g=None")
@@ -250,9 +252,11 @@ class ReferenceKernels:
         y = y + _as_blocks(e, bs)
         valid = valid_mask(lengths, bs)
         y = torch.where(valid, y, torch.zeros_like(y))
-        _as_blocks(e, bs).copy_(_compress_blocks(y, valid, lengths, out))
+        _as_blocks(e, bs).copy_(_compress_blocks(y, valid, lengths, out, scale_factor))
 
-    def reduce(self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float) -> None:
+    def reduce(
+        self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float, scale_factor: float = 1.0
+    ) -> None:
         """Server side: ``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual of z.
 
         Args:
@@ -261,6 +265,7 @@ class ReferenceKernels:
             d: flat ``(blocks_per_row * block_size,)`` server residual, fp32 or bf16; read and overwritten.
             out: one row.
             inv_n: ``1 / n``, rounded to fp32.
+            scale_factor: see ``compress``.
         """
         bs = received.block_size
         z = _values(received.narrow(0, 1))
@@ -269,7 +274,7 @@ class ReferenceKernels:
         z = z * torch.tensor(inv_n, dtype=torch.float32, device=d.device) + _as_blocks(d, bs)
         valid = valid_mask(lengths, bs)
         z = torch.where(valid, z, torch.zeros_like(z))
-        _as_blocks(d, bs).copy_(_compress_blocks(z, valid, lengths, out))
+        _as_blocks(d, bs).copy_(_compress_blocks(z, valid, lengths, out, scale_factor))
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
         """Decodes ``+-s`` into ``out`` (fp32 flat, all rows), 0 on padding."""

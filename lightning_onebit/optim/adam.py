@@ -47,6 +47,8 @@ class OnebitAdam(CompressingAdam):
             in compressed ones).
         preconditioned: compress the momentum divided by its denominators, so that every coordinate gets compression noise in
             proportion to the step it would take; False: the momentum itself, as published.
+        scale_factor: the magnitude that a block is sent with, in units of its root mean square, above 0 and at most 1.7. None: 1, as
+            published. A larger one sends what lasts sooner and leaves smaller residuals (docs/algorithms).
         refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
             steps have become a tenth smaller, which they do where gradients go on shrinking after the freeze;
             ``"never"``: they stay as they froze, as published (docs/freeze). A refresh holds 8 bytes per parameter more while it lasts.
@@ -91,6 +93,7 @@ class OnebitAdam(CompressingAdam):
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
         preconditioned: bool = True,
+        scale_factor: float | None = None,
         refresh_interval: int | str = "auto",
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -123,6 +126,7 @@ class OnebitAdam(CompressingAdam):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
+                "scale_factor": 1.0 if scale_factor is None else scale_factor,
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
             },

@@ -302,6 +302,18 @@ class OnebitOptimizer(StatefulOptimizer):
                 torch._foreach_mul_(grads, factor)
         return torch.tensor(norm, dtype=torch.float32)
 
+    def check_clipping_by_value(self, clip_value: float) -> None:
+        """Raises where gradients are clipped by value after they have been sent.
+
+        Raises:
+            ValueError: ``overlap="backward"``.
+        """
+        if self.options.overlap == "backward":
+            raise ValueError(
+                f"clipping by value (to {clip_value}) has no effect with overlap='backward', which sends gradients as they come, before "
+                "anything can clip them; use overlap='step'"
+            )
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See ``torch.optim.Optimizer.zero_grad``."""
         self._present = self._verdict = None
@@ -620,6 +632,7 @@ class OnebitOptimizer(StatefulOptimizer):
             e=residual,
             out=out,
             r=r,
+            scale_factor=self.settings["scale_factor"],
         )
         return out.raw
 
@@ -629,7 +642,7 @@ class OnebitOptimizer(StatefulOptimizer):
         rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
         out = self._payload(bucket, 1)
         lengths, residual = self._lookups.server.get(bucket.index) or self._server_side(bucket)
-        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes)
+        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes, self.settings["scale_factor"])
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:

@@ -25,6 +25,9 @@ log = logging.getLogger("lightning_onebit")
 TRUST_RATIOS = ("followed", "frozen")
 FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 
+#: default of scale_factor with trust_ratio="followed"
+SCALE_FACTOR = 1.25
+
 #: compressed steps after the freeze or a refresh in which gradients are measured: the first ones, and every tenth from there; a new
 #: measurement counts in the average by this weight, or as one of those there are while they are few
 REFERENCE_STEPS, MEASURE_EVERY, MEASURE_WEIGHT = 10, 10, 0.2
@@ -86,6 +89,7 @@ class OnebitLamb(CompressingAdam):
         factor_threshold: how much f may change in one step, relative, >= 0.
         trust_ratio: ``"followed"``: ratios follow both norms after the freeze, as LAMB's do, and steps are compressed; ``"frozen"``: as
             published, with 4 bytes per parameter more and two passes over a compressed step.
+        scale_factor: see ``OnebitAdam``. None: 1.25, or 1 with ``trust_ratio="frozen"``.
         refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
             local gradients in units of denominators have grown by a factor of 1.3 in energy, 50 steps after the last at the
             earliest; ``"never"``: they stay as they froze. None: ``"auto"``, or ``"never"`` with ``trust_ratio="frozen"``, which knows
@@ -131,6 +135,7 @@ class OnebitLamb(CompressingAdam):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: str = "followed",
+        scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int | None = None,
         bias_correction: bool = True,
@@ -168,6 +173,8 @@ class OnebitLamb(CompressingAdam):
                 )
         if refresh_interval is None:
             refresh_interval = "auto" if trust_ratio == "followed" else "never"
+        if scale_factor is None:
+            scale_factor = SCALE_FACTOR if trust_ratio == "followed" else 1.0
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
         # compressed steps since the freeze or the last refresh; whether gradients are measured in the running one, and what has been
@@ -201,6 +208,7 @@ class OnebitLamb(CompressingAdam):
                 "min_coeff": min_coeff,
                 **published,
                 "trust_ratio": trust_ratio,
+                "scale_factor": scale_factor,
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
             },

@@ -22,6 +22,9 @@ from lightning_onebit.optim.rules import (
     unprecondition_,
 )
 
+#: residuals spread evenly over +-s have a root mean square of ``s/sqrt(3)``: from ``sqrt(3)`` on every scale would be larger than the last
+LARGEST_SCALE_FACTOR = 1.7
+
 
 class AdamMoments(OnebitOptimizer):
     """Base of the optimizers whose second moments freeze; see ``OnebitAdam`` for the options."""
@@ -33,6 +36,7 @@ class AdamMoments(OnebitOptimizer):
             check_integer(name, settings.get(name), least=1, optional=True)
         check_flag("bias_correction", settings["bias_correction"])
         check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
+        check_number("scale_factor", settings["scale_factor"], above=0, most=LARGEST_SCALE_FACTOR)
         # by parameter index: updates of a second moment that froze, or is refreshed now and then (0/1 Adam); without an entry
         # it has been updated at every step of its parameter
         self._variance_steps: dict[int, int] = {}

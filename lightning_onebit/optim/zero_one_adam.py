@@ -80,6 +80,7 @@ class ZeroOneAdam(RefreshingAdam):
         preconditioned: compress updates divided by their denominators, see ``OnebitAdam``: from the 32nd refresh of the variance or
             its freeze on (``"auto"``), when denominators are those of many gradients; from the first one-bit round on (True); never
             (False, as published).
+        scale_factor: see ``OnebitAdam``.
         refresh_interval: steps between two refreshes of the frozen variance, >= 1; ``"auto"``: refreshed whenever steps have become a
             tenth smaller; ``"never"``, as published. See ``OnebitAdam``.
         refresh_steps: dense steps of a refresh, see ``OnebitAdam``.
@@ -125,6 +126,7 @@ class ZeroOneAdam(RefreshingAdam):
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
         preconditioned: bool | str = "auto",
+        scale_factor: float | None = None,
         refresh_interval: int | str = "auto",
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -195,6 +197,7 @@ class ZeroOneAdam(RefreshingAdam):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
+                "scale_factor": 1.0 if scale_factor is None else scale_factor,
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
                 "var_update_scaler": var_update_scaler,

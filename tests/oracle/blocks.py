@@ -15,11 +15,11 @@ def blocks(size: int, block_size: int) -> list[slice]:
     return [slice(start, min(start + block_size, size)) for start in range(0, size, block_size)]
 
 
-def compress(c: Array, block_size: int) -> Array:
-    """``C(c)``: on every block the root mean square, with the sign bit of each element."""
+def compress(c: Array, block_size: int, kappa: float = 1.0) -> Array:
+    """``C(c)``: on every block kappa times the root mean square, with the sign bit of each element."""
     out = np.zeros_like(c)
     for b in blocks(c.size, block_size):
-        s = np.sqrt(np.mean(c[b] ** 2))  # s = sqrt(mean_{j<L} c_j^2)
+        s = kappa * np.sqrt(np.mean(c[b] ** 2))  # s = kappa * sqrt(mean_{j<L} c_j^2)
         q = np.where(np.signbit(c[b]), -1.0, 1.0)  # q_j = -1 where the sign bit of c_j is set, +1 elsewhere
         out[b] = s * q  # C(c)_j = s * q_j
     return out
@@ -42,8 +42,10 @@ class Exchange:
         margin: smallest ``|y| / s`` (or ``|z| / s``) whose sign was ever taken: how close a rounding error came to turning a bit.
     """
 
-    def __init__(self, sizes: Sequence[int], n: int, block_size: int, ranks_per_node: int = 1) -> None:
-        self.block_size = block_size
+    def __init__(
+        self, sizes: Sequence[int], n: int, block_size: int, ranks_per_node: int = 1, kappa: float = 1.0
+    ) -> None:
+        self.block_size, self.kappa = block_size, kappa
         self.ranks_per_node = ranks_per_node
         self.e = [[np.zeros(size) for size in sizes] for _ in range(n // ranks_per_node)]
         self.d = [np.zeros(size) for size in sizes]
@@ -63,7 +65,7 @@ class Exchange:
         return reply
 
     def _compress(self, y: Array) -> Array:
-        c = compress(y, self.block_size)
+        c = compress(y, self.block_size, self.kappa)
         # an exact 0 (and an all-zero block) has its sign for certain: fp32 computes the same 0
         unsure = (y != 0) & (c != 0)
         if unsure.any():

@@ -57,6 +57,7 @@ class Lamb:
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: str = "followed",
+        scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int = 4,
         ranks_per_node: int = 1,
@@ -86,7 +87,8 @@ class Lamb:
         self.v_D, self.k_D = self.v, self.k
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
+        kappa = scale_factor or (1.25 if self.followed else 1.0)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, kappa)
         self.steps = self.skipped = 0
         self.frozen = False
 
