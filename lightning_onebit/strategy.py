@@ -672,7 +672,7 @@ class OnebitMixin(_Base):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin; its clipping by norm knows the global norm of gradients that stay local, that by value when they have left."""
+        """The precision plugin, whose clipping knows that gradients stay local, and when they have left."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -690,7 +690,10 @@ class OnebitMixin(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights as all ranks share them; a view into a larger buffer is copied, so that the file does not carry the buffer."""
-        state = super().lightning_module_state_dict()
+        with contextlib.ExitStack() as shown:  # an interrupted training step leaves a rank's own weights
+            for optimizer in self.onebit_optimizers:
+                shown.enter_context(optimizer.consensus())
+            state = super().lightning_module_state_dict()
         return {name: _compact(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -825,6 +828,7 @@ class OnebitMixin(_Base):
     def _end_run(self) -> None:
         self._sync_backward = True
         if self._run is not None:
+            self._show_consensus()
             with torn_down_last(list(self._run.groups)):
                 self._give_back()
 

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import inspect
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import pytest
 import torch
 from harness import run_ranks
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_support import (
     differing,
     enter,
     loader,
     make_module,
     norm_net,
+    plain_net,
     quiet_trainer,
     same_on_all_ranks,
     strategy_class,
@@ -21,6 +24,7 @@ from lightning_support import (
 
 import lightning_onebit as ob
 
+saves_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
 LOCAL = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
 OPTIONS: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 2},
@@ -240,6 +244,45 @@ def test_training_goes_on_as_if_nobody_had_looked_between_local_steps(accumulate
     # step 10 is in the middle of a gap: each rank has weights of its own beside what is shown
     assert looked[0]["last mid_local"]
     assert differing(looked[0]["own"], looked[1]["own"]) != []
+
+
+def interrupted_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+    """A training step of 0/1 Adam that fails between synchronisations, and the run resumed from what was saved then."""
+    pl = enter(rank)
+
+    def run(name: str, fails: bool, **kwargs: Any) -> tuple[Any, Any]:
+        def training_step(module: Any, batch: Any, _: int) -> Any:
+            step = module.trainer.global_step
+            x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * step + rank))
+            loss = torch.nn.functional.cross_entropy(module.net(x), x[:, :3].argmax(1))
+            if fails and step == 10:
+                raise KeyError("a mistake of the user's")
+            return loss
+
+        save = pl.callbacks.ModelCheckpoint(folder, filename=name, save_on_exception=True, every_n_train_steps=10**6)
+        module = make_module(pl, factory, plain_net, training_step=training_step)
+        strategy = strategy_class()("zero_one_adam", block_size=64, **LOCAL)
+        trainer = quiet_trainer(pl, strategy, max_epochs=2, max_steps=15, callbacks=[save], enable_checkpointing=True)
+        with suppress(KeyError) if fails else nullcontext():
+            trainer.fit(module, loader(samples=128, batch=8), **kwargs)
+        return trainer, module
+
+    _, whole = run("whole", fails=False)
+    broken, module = run("broken", fails=True)
+    [optimizer] = broken.strategy.onebit_optimizers
+    different = same_on_all_ranks(dict(module.net.named_parameters()))
+    _, resumed = run("resumed", fails=False, ckpt_path=f"{folder}/broken.ckpt")
+    return {
+        "between synchronisations": optimizer.mid_local,
+        "different": different,
+        "resumed": differing(weights(resumed), weights(whole)),
+    }
+
+
+@pytest.mark.skipif(not saves_on_exception, reason="ModelCheckpoint cannot save on an exception in this Lightning")
+def test_a_training_step_that_fails_between_local_steps_leaves_and_saves_the_shared_model(tmp_path: Any) -> None:
+    for found in run_ranks(interrupted_rank, 2, str(tmp_path)):
+        assert found == {"between synchronisations": True, "different": [], "resumed": []}
 
 
 def test_weight_averaging_callbacks_average_the_model_that_ranks_share() -> None:

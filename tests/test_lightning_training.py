@@ -356,6 +356,20 @@ def test_fast_dev_run_several_fits_of_one_trainer_and_a_fit_that_breaks_off() ->
         assert found["groups"] == 1
 
 
+def clipped_by_value_too_late(rank: int, world: int) -> str:
+    pl = enter(rank)
+    strategy = strategy_class()(freeze_step=2, overlap="backward")
+    trainer = quiet_trainer(pl, strategy, gradient_clip_val=0.1, gradient_clip_algorithm="value")
+    with pytest.raises(ValueError) as caught:
+        trainer.fit(make_module(pl, lambda m: strategy.optimizer(m.parameters(), lr=1e-2)), loader())
+    return str(caught.value)
+
+
+def test_clipping_by_value_is_refused_where_gradients_have_been_sent() -> None:
+    for message in run_ranks(clipped_by_value_too_late, 2):
+        assert "clipping by value (to 0.1) has no effect with overlap='backward'" in message
+
+
 def one_device(rank: int, world: int) -> dict[str, Any]:
     pl = enter(rank)
     states = []

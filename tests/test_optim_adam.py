@@ -1000,6 +1000,44 @@ def test_overlap_with_backward_excludes_clipping() -> None:
         OnebitAdam([p], overlap="backward", max_grad_norm=1.0)
     with pytest.raises(ValueError, match="overlap='backward' sends them as they come"):
         OnebitAdam([p], overlap="backward").clip_grad_norm_(1.0)
+    with pytest.raises(ValueError, match=r"clipping by value \(to 0\.5\) has no effect with overlap='backward'"):
+        OnebitAdam([p], overlap="backward").check_clipping_by_value(0.5)
+    OnebitAdam([p]).check_clipping_by_value(0.5)
+
+
+def second_backward_worker(rank: int, world: int) -> list[str]:
+    """Two backwards of one step; a backward whose step is left out; gradients that land twice in one backward."""
+    said = []
+    for what in ("two", "left out", "twice"):
+        model = network()
+        optimizer = OnebitAdam(model.parameters(), freeze_step=1, overlap="backward", block_size=32)
+
+        def backward(t: int, optimizer: Any = optimizer, model: Any = model) -> None:
+            optimizer.begin_backward()
+            model(batch(t, rank)).square().mean().backward()
+
+        for t in range(3):
+            optimizer.zero_grad()
+            backward(t)
+            optimizer.step()
+        backward(3)
+        with pytest.raises(RuntimeError) as caught:
+            if what == "twice":
+                model(batch(3, rank)).square().mean().backward()
+            elif what == "left out":
+                optimizer.zero_grad()
+                backward(4)
+            else:
+                backward(3)
+        said.append(str(caught.value))
+        optimizer.release_communication()
+    return said
+
+
+def test_overlap_with_backward_sends_gradients_once_per_step() -> None:
+    for two, left_out, twice in run_ranks(second_backward_worker, 2):
+        assert two == left_out and "step 4" in two and "overlap='step'" in two and "sync_grad=False" in two
+        assert "received a gradient twice" in twice and "use_reentrant=False" in twice
 
 
 def sync_worker(rank: int, world: int) -> Any:

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_world, snapshot, train
+from torch import Tensor
 
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim.redistribute import Redistribution
@@ -349,6 +350,35 @@ def test_16_bit_parameters_are_the_rounded_masters_of_an_fp32_run(algorithm: str
                 assert value.dtype == (torch.bool if key == "live" else torch.float32)
         for key, value in theirs["residuals"].items():
             assert equal(ours["residuals"][key], value), key
+
+
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_what_is_written_into_16_bit_parameters_is_not_undone(algorithm: str) -> None:
+    """Masters take over the elements that were written, in the warm-up and after the freeze, and keep the others to the last bit."""
+
+    def run(group: Any, rank: int, world: int, written: bool) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(3)
+        params = [torch.nn.Parameter(torch.randn(100, generator=draw).bfloat16()) for _ in range(2)]
+        freeze = "var_freeze_step" if algorithm == "zero_one_adam" else "freeze_step"
+        options = {} if algorithm == "binsgdm" else {freeze: 3}
+        optimizer = CLASSES[algorithm](params, lr=1e-3, block_size=32, process_group=group, **options)
+        mine = torch.Generator().manual_seed(100 + rank)
+        for t in range(6):
+            if written and t in (1, 5):
+                with torch.no_grad():
+                    params[0][:50] = 8.0
+                    params[1].copy_(params[1].clone())  # written, but nothing new
+            for p in params:
+                p.grad = torch.randn(100, generator=mine).bfloat16()
+            optimizer.step()
+        return [optimizer.state_dict()["state"][k]["master"].clone() for k in range(2)]
+
+    plain, other = (run_world(run, 2, written) for written in (False, True))
+    for (a, b), (c, d) in zip(plain, other, strict=True):
+        assert (c[:50] - 8.0).abs().max() < 0.1 and (a[:50] - 8.0).abs().min() > 1
+        if algorithm != "onebit_lamb":  # whose ratio depends on the whole tensor
+            assert equal(a[50:], c[50:])
+        assert equal(b, d)
 
 
 @pytest.mark.parametrize("algorithm", RULES)

@@ -105,6 +105,9 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._group_of: list[int] = []
         self._t: list[int] = []
         self._masters: dict[int, Tensor] = {}
+        self._versions: dict[
+            int, int
+        ] = {}  # of the parameters that have masters, when those were last compared with them
         self._dense_state: dict[int, dict[str, Tensor]] = {}
         # parameters in the block plan ("slots" are positions in this list) and those averaged densely for ever
         self._slots: list[int] = []
@@ -240,6 +243,15 @@ class ArenaOptimizer(torch.optim.Optimizer):
     def _weight(self, index: int) -> Tensor:
         """fp32 weights of a parameter: itself, or its master copy when it is a 16-bit tensor."""
         return self._masters.get(index, self._params[index].data)
+
+    @torch.no_grad()
+    def _adopt(self) -> None:
+        """Takes into the masters what the program has written into 16-bit parameters (not through ``.data``, which nobody sees)."""
+        for i, master in self._masters.items():
+            p = self._params[i]
+            if self._versions.get(i) != p._version:
+                self._versions[i] = p._version
+                master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
 
     def _publish(self, indices: Sequence[int]) -> None:
         """Writes master weights back into 16-bit parameters."""

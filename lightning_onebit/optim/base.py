@@ -8,9 +8,10 @@ is done with the result). Parameters, arenas and the connection are in ``arena``
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -96,6 +97,7 @@ class OnebitOptimizer(StatefulOptimizer):
         # whether the buckets of the running step came back finite, where nobody looked at the gradients before
         self._trusted = False
         self._launched = 0
+        self._landed: set[int] = set()
         self._early_buckets: list[Bucket] = []
         self._landing_hooks: list[Any] = []
         _alive.add(self)
@@ -232,6 +234,11 @@ class OnebitOptimizer(StatefulOptimizer):
         for handle in self._landing_hooks:
             handle.remove()
         self._landing_hooks = []
+
+    @contextlib.contextmanager
+    def consensus(self) -> Iterator[None]:
+        """Shows the model that all ranks share, within the context; here it is always shown between steps."""
+        yield
 
     def show_consensus(self) -> None:
         """Shows the model that all ranks share; replicas of this optimizer are always equal between steps."""
@@ -372,6 +379,7 @@ class OnebitOptimizer(StatefulOptimizer):
             with torch.enable_grad():
                 loss = closure()
         self._prepare()
+        self._adopt()
         dense = self._decision = self.next_step_is_dense
         self.sync_gradients()
         if self._early and not dense:
@@ -424,6 +432,12 @@ class OnebitOptimizer(StatefulOptimizer):
     def _open_session(self) -> None:
         """Arms the exchange: a bucket leaves as soon as the last of its gradients has landed, in bucket order."""
         assert self._exchange is not None
+        if self._session is not None and self._launched:
+            raise RuntimeError(
+                f"step {self._steps + 1}: overlap='backward' has sent the gradients of an earlier backward, and no step() came between. "
+                "Under manual optimization toggle the optimizer whose loss it is; add up the losses of one step, or let all "
+                "backwards but the last only accumulate (toggle_model(sync_grad=False)); or use overlap='step'"
+            )
         if not self._landing_hooks:
             self._landing_hooks = [
                 self._params[i].register_post_accumulate_grad_hook(self._landing_hook(slot))
@@ -437,7 +451,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._grad_scale = 1.0
         self._protected = {}
         self._lookups = Lookups()
-        self._arrived, self._launched = [], 0
+        self._arrived, self._launched, self._landed = [], 0, set()
         self._begin_exchange()
         # results are used after backward: waiting for them would hold it up
         self._session = self._exchange.begin(self, slack=len(self._early_buckets))
@@ -447,6 +461,15 @@ class OnebitOptimizer(StatefulOptimizer):
         def landed(_: Tensor) -> None:
             if self._session is None:
                 return
+            if slot in self._landed:
+                index = self._slots[slot]
+                if any(slot in bucket.params for bucket in self._early_buckets[: self._launched]):
+                    raise RuntimeError(
+                        f"{self.name_of(index)} received a gradient twice in one backward, after it was sent (re-entrant activation "
+                        "checkpointing does that); use use_reentrant=False, or overlap='step'"
+                    )
+                return
+            self._landed.add(slot)
             for position, bucket in enumerate(self._early_buckets):
                 if slot in bucket.params:
                     self._owed[position] -= 1
