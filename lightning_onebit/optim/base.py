@@ -255,11 +255,12 @@ class OnebitOptimizer(StatefulOptimizer):
         self._prepare()
         self._present = self._verdict = None
         self._decision = self.next_step_is_dense
-        if self._reducer is not None and sync and any(p.requires_grad for p in self._reducer.params):
+        if sync and self._early and not self._decision:
+            # dense groups are averaged after it: two kinds of collectives that gradients set off would come in an order of each rank's own
+            self._open_session()
+        elif self._reducer is not None and sync and any(p.requires_grad for p in self._reducer.params):
             self._select_lanes()
             self._reducer.arm()
-        if sync and self._early and not self._decision:
-            self._open_session()
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
@@ -273,6 +274,8 @@ class OnebitOptimizer(StatefulOptimizer):
         self._decision = self.next_step_is_dense
         if self._reducer is None or (self._present is not None and not self._reducer.stale):
             return
+        if self._session is not None and self._dense:
+            self._launch_rest(self._session)
         self._select_lanes()
         self._present = self._reducer.finish()
 
@@ -461,13 +464,12 @@ class OnebitOptimizer(StatefulOptimizer):
         def landed(_: Tensor) -> None:
             if self._session is None:
                 return
+            if any(slot in bucket.params for bucket in self._early_buckets[: self._launched]):
+                raise RuntimeError(
+                    f"{self.name_of(self._slots[slot])} received a gradient after its bucket was sent (re-entrant activation "
+                    "checkpointing does that, or a second backward); use use_reentrant=False, or overlap='step'"
+                )
             if slot in self._landed:
-                index = self._slots[slot]
-                if any(slot in bucket.params for bucket in self._early_buckets[: self._launched]):
-                    raise RuntimeError(
-                        f"{self.name_of(index)} received a gradient twice in one backward, after it was sent (re-entrant activation "
-                        "checkpointing does that); use use_reentrant=False, or overlap='step'"
-                    )
                 return
             self._landed.add(slot)
             for position, bucket in enumerate(self._early_buckets):
@@ -479,14 +481,19 @@ class OnebitOptimizer(StatefulOptimizer):
 
         return landed
 
+    def _launch_rest(self, session: ExchangeSession) -> None:
+        """Sends the buckets that backward still owed gradients to; those count as zeros."""
+        for bucket in self._early_buckets[self._launched :]:
+            session.launch(bucket)
+        self._launched = len(self._early_buckets)
+
     def _step_early(self, loss: Any) -> Any:
         """The rest of a step whose exchange began in backward: what never landed counts as zero, then apply."""
         if self._session is None:
             self._open_session()
         session = self._session
         assert session is not None
-        for bucket in self._early_buckets[self._launched :]:
-            session.launch(bucket)
+        self._launch_rest(session)
         session.finish()
         self._count(i for i in self._slots if self._active[i])
         arrived, self._arrived, self._session = self._arrived, [], None
