@@ -215,6 +215,27 @@ def test_lamb_factor_moves_slowly_within_its_bounds_and_the_blend_pulls_it_to_on
     assert abs(coefficients[1.0][3] - 1) < abs(coefficients[0.0][3] - 1)
 
 
+def test_scales_settle_at_the_largest_element() -> None:
+    """The table of docs/algorithms, section 2: whatever the factor, but with shorter residuals; from sqrt(3) on never."""
+
+    def settled(kappa: float) -> tuple[float, float, float]:
+        draw = np.random.default_rng(0)
+        lasting, e = draw.standard_normal(2048), np.zeros(2048)
+        seen = []
+        for _ in range(2000):
+            y = lasting + 0.3 * draw.standard_normal(2048) + e
+            sent = compress(y, 2048, kappa)
+            e = y - sent
+            seen.append((abs(sent[0]), np.sqrt(np.mean(e * e)), np.abs(e).max()))
+        scale, rms, largest = np.mean(seen[1000:], axis=0)
+        return round(scale, 1), round(rms, 1), round(largest)
+
+    table = {0.8: (3.9, 4.7, 183), 1.0: (3.9, 3.7, 132), 1.25: (3.9, 2.9, 82), 1.5: (3.9, 2.4, 31), 1.7: (9.3, 5.4, 9)}
+    for kappa, expected in table.items():
+        assert settled(kappa) == pytest.approx(expected, rel=0.02, abs=0.06)
+    assert settled(1.8)[0] > 1000
+
+
 @pytest.mark.parametrize(("scale", "expected"), [(0.5, 2.0), (2.0, 0.5)])
 def test_lamb_ratio_follows_the_length_of_updates(scale: float, expected: float) -> None:
     """Weights stand still here, so that nothing else moves it."""
