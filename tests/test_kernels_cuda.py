@@ -336,6 +336,15 @@ def test_a_device_that_computes_other_bits_is_refused() -> None:
         CudaKernels(Rounding())
 
 
+@needs_compiler
+def test_the_comparison_with_the_reference_does_not_depend_on_torchs_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        CudaKernels(ShimRuntime())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # ----- compiling for real devices -------------------------------------------------------------------------------------------------
 
 
