@@ -562,6 +562,7 @@ class OnebitMixin(_Base):
         )
         if fits and self._algorithm.warm_up and not chosen:
             self._default_freeze = self._freeze_callback(mode="auto", max_fraction=0.2)
+            self._default_freeze.added_by_strategy = True
             trainer.callbacks.insert(0, self._default_freeze)
 
     def _settle_freeze(self, trainer: Any) -> None:
