@@ -746,7 +746,7 @@ class OnebitMixin(_Base):
 
     @property
     def _saves_asynchronously(self) -> bool:
-        return any(cls.__name__ == "AsyncCheckpointIO" for cls in type(self.checkpoint_io).__mro__)
+        return _asynchronous(self.checkpoint_io)
 
     def _sweep(self, path: str, kept: str, older: set[str]) -> None:
         """Removes those of the ``older`` shards that belong to checkpoints which the one just saved has overwritten."""
@@ -1101,6 +1101,11 @@ def _check_hierarchy(hierarchical: Any, ranks_per_node: Any) -> None:
 
 def _listed(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _asynchronous(checkpoint_io: Any) -> bool:
+    """Whether a save returns before the file is written."""
+    return any(cls.__name__ == "AsyncCheckpointIO" for cls in type(checkpoint_io).__mro__)
 
 
 def _connected() -> bool:
