@@ -673,7 +673,7 @@ class OnebitMixin(_Base):
 
     @property
     def precision_plugin(self) -> Any:
-        """The precision plugin; its clipping by norm knows the global norm of gradients that stay local, that by value when they have left."""
+        """The precision plugin; its clipping by norm knows the global norm of local gradients, that by value when they have left."""
         return super().precision_plugin
 
     @precision_plugin.setter
