@@ -22,13 +22,23 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 
 from lightning_onebit._trees import FABRICS
-from lightning_onebit.checkpoint import STAMP_KEY, ShardError, Stamp, restarted, restore_residuals, save_shards
+from lightning_onebit.checkpoint import (
+    STAMP_KEY,
+    ShardError,
+    Stamp,
+    remove_shards,
+    restarted,
+    restore_residuals,
+    save_shards,
+    shard_ids,
+)
 from lightning_onebit.comm import DEFAULT_TIMEOUT, ByteLedger, Topology, Transport, handshake
 from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.options import check_integer
 from lightning_onebit.registry import Algorithm, find_algorithm, register
 from lightning_onebit.strategy import (
     _BROADCAST_BYTES,
+    _asynchronous,
     _BufferSync,
     _check_module,
     _connected,
@@ -262,11 +272,15 @@ class FabricMixin(_Base):
         saved = [o for o in self._optimizers if any(value is o for value in state.values())]
         save: Callable[..., None] = super().save_checkpoint
         if not saved:
+            older = shard_ids(str(path))
             save(path, state, *args, **kwargs)
+            self.barrier()  # until the file is there: it is rank 0's, the shards may be another node's to remove
+            self._sweep(str(path), older)
             return
         states = [optimizer.residual_state_dict() for optimizer in saved]
         transport = self._everyone("checkpoint")
         path, chosen = self.broadcast((str(path), uuid.uuid4().hex))
+        older = shard_ids(path).difference([chosen])  # other ranks may have begun to write
         stamp = Stamp(chosen, transport.size, any(part["tensors"] for part in states))
         save_shards(
             path,
@@ -276,7 +290,15 @@ class FabricMixin(_Base):
             self.root_device,
             lambda: save(path, {**state, STAMP_KEY: stamp.as_dict()}, *args, **kwargs),
             cleans=self.local_rank == 0,
+            asynchronous=_asynchronous(self.checkpoint_io),
         )
+        self._sweep(path, older)
+
+    def _sweep(self, path: str, older: set[str]) -> None:
+        """Removes the shards of checkpoints that the one just saved has overwritten, on one rank of every node."""
+        # An asynchronous plugin may not have overwritten them yet, and there is no end of training to wait for.
+        if self.local_rank == 0 and not _asynchronous(self.checkpoint_io):
+            remove_shards(path, older)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Fabric's; completes the optimizers with what lies beside the file. Collective."""

@@ -544,12 +544,38 @@ class OnebitMixin(_Base):
                     f"parameter {name} is in `_ddp_params_and_buffers_to_ignore`, but a compressed optimizer would exchange it: give it "
                     "to another optimizer."
                 )
+        self._check_sharing(names)
         early = any(optimizer.options.overlap == "backward" for optimizer in self.onebit_optimizers)
         if early and getattr(self.precision_plugin, "scaler", None) is not None:
             raise self._misconfiguration(
                 'overlap="backward" sends gradients while precision="16-mixed" still has the loss scale in them: use '
                 'overlap="step", or precision="bf16-mixed".'
             )
+
+    def _check_sharing(self, names: Mapping[int, str]) -> None:
+        """A parameter of several compressed optimizers has one value, which all of them step."""
+        owners: dict[int, int] = {}
+        for position, optimizer in enumerate(self.optimizers):
+            for parameter in _parameters([optimizer]) if isinstance(optimizer, OnebitOptimizer) else []:
+                first = owners.setdefault(id(parameter), position)
+                if first == position:
+                    continue
+                pair = (self.optimizers[first], optimizer)
+                local = [type(o).__name__ for o in pair if isinstance(o, OnebitOptimizer) and o.local_steps]
+                if local:
+                    reason = (
+                        f"{local[0]} makes local steps, which the other one would take for the model that ranks share"
+                    )
+                elif parameter.dtype != torch.float32:
+                    reason = (
+                        f"each would keep a master copy of its {parameter.dtype} values and undo the other one's steps"
+                    )
+                else:
+                    continue
+                raise self._misconfiguration(
+                    f"parameter {names[id(parameter)]} is in the compressed optimizers {first} and {position} "
+                    f"({type(pair[0]).__name__} and {type(pair[1]).__name__}), and {reason}: give it to one of them."
+                )
 
     # ----- the default freeze -----------------------------------------------------------------------------------------
 
@@ -562,6 +588,7 @@ class OnebitMixin(_Base):
         )
         if fits and self._algorithm.warm_up and not chosen:
             self._default_freeze = self._freeze_callback(mode="auto", max_fraction=0.2)
+            self._default_freeze.added_by_strategy = True
             trainer.callbacks.insert(0, self._default_freeze)
 
     def _settle_freeze(self, trainer: Any) -> None:
@@ -748,7 +775,7 @@ class OnebitMixin(_Base):
 
     @property
     def _saves_asynchronously(self) -> bool:
-        return any(cls.__name__ == "AsyncCheckpointIO" for cls in type(self.checkpoint_io).__mro__)
+        return _asynchronous(self.checkpoint_io)
 
     def _sweep(self, path: str, kept: str, older: set[str]) -> None:
         """Removes those of the ``older`` shards that belong to checkpoints which the one just saved has overwritten."""
@@ -1104,6 +1131,11 @@ def _check_hierarchy(hierarchical: Any, ranks_per_node: Any) -> None:
 
 def _listed(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _asynchronous(checkpoint_io: Any) -> bool:
+    """Whether a save returns before the file is written."""
+    return any(cls.__name__ == "AsyncCheckpointIO" for cls in type(checkpoint_io).__mro__)
 
 
 def _connected() -> bool:

@@ -27,7 +27,9 @@ class FakeTrainer:
         self.strategy: Any = FakeStrategy(optimizers)
         self.callbacks = callbacks or []
         self.estimated_stepping_batches = planned
-        self.max_epochs, self.max_steps = 1, -1
+        self.max_epochs, self.max_steps, self.num_training_batches = 1, -1, planned
+        self.optimizers = optimizers
+        self.lightning_module = SimpleNamespace(automatic_optimization=True)
         self.world_size = 2
         self.progress_bar_callback: Any = None
         self.log_dir: str | None = None

@@ -158,6 +158,30 @@ def _accumulated(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     return _counts(trainer)
 
 
+def _scheduled(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    """Accumulation that changes: 12 + 3 + 3 + 3 steps, and the same cut at 15."""
+    _Said()
+    scheduler = importlib.import_module(f"{ns.package}.callbacks").GradientAccumulationScheduler
+    counts = []
+    for max_steps in (-1, 15):
+        callbacks = [ns.ob.VarianceFreeze(fraction=1 / 3), scheduler({0: 1, 1: 4})]
+        trainer = _trainer(ns, callbacks, max_epochs=4, max_steps=max_steps)
+        trainer.fit(_model(ns), _loader())
+        counts.append(_counts(trainer))
+    return counts
+
+
+def _shared_steps(ns: SimpleNamespace, rank: int, directory: str) -> Any:
+    """``max_steps`` counts the steps of both optimizers of manual optimization: without epochs, and where it stops them."""
+    _Said()
+    counts = []
+    for options in ({"max_epochs": -1, "max_steps": 20}, {"max_epochs": 2, "max_steps": 20}, {"max_steps": 40}):
+        trainer = _trainer(ns, [ns.ob.VarianceFreeze(fraction=0.5)], **options)
+        trainer.fit(_two_optimizers(ns), _loader())
+        counts.append(_counts(trainer))
+    return counts
+
+
 def _auto(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     said = _Said()
     trainer = _trainer(ns, [ns.ob.VarianceFreeze(mode="auto", max_fraction=0.9, threshold=0.8)], max_epochs=4)
@@ -250,6 +274,7 @@ def _refused(ns: SimpleNamespace, rank: int, directory: str) -> Any:
         "conflict": (_model(ns, freeze_step=3), [ns.ob.VarianceFreeze(step=5)], {}, None),
         "endless": (_model(ns), [ns.ob.VarianceFreeze(fraction=0.2)], {"max_epochs": -1}, endless),
         "endless_auto": (_model(ns), [ns.ob.VarianceFreeze(mode="auto")], {"max_epochs": -1}, endless),
+        "endless_default": (_model(ns), [], {}, endless),
         "ddp_freeze": (_model(ns), [ns.ob.VarianceFreeze(step=5)], {"strategy": "ddp"}, None),
         "ddp_stats": (_model(ns), [ns.ob.CompressionStats()], {"strategy": "ddp"}, None),
     }
@@ -269,7 +294,19 @@ class _Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
             yield torch.randn(32), 0
 
 
-_SCENARIOS = [_fixed, _accumulated, _auto, _default, _several, _resumed, _guarded, _spoiled, _refused]
+_SCENARIOS = [
+    _fixed,
+    _accumulated,
+    _scheduled,
+    _shared_steps,
+    _auto,
+    _default,
+    _several,
+    _resumed,
+    _guarded,
+    _spoiled,
+    _refused,
+]
 
 
 def _all_scenarios(rank: int, world: int, package: str, directory: str) -> dict[str, Any]:
@@ -351,6 +388,16 @@ def test_an_optimizer_step_over_several_batches_counts_once(fits: list[dict[str,
     assert [result["_accumulated"] for result in fits] == [[(3, 3)]] * 2
 
 
+def test_a_fraction_follows_accumulation_that_changes_between_epochs(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        assert result["_scheduled"] == [[(7, 14)], [(5, 10)]]
+
+
+def test_a_fraction_is_of_the_steps_of_one_optimizer(fits: list[dict[str, Any]]) -> None:
+    for result in fits:
+        assert result["_shared_steps"] == [[(5, 5), (5, 5)], [(5, 5), (5, 5)], [(6, 6), (6, 6)]]
+
+
 def test_auto_freezes_by_the_rule_at_the_same_step_on_all_ranks(fits: list[dict[str, Any]]) -> None:
     first, second = (result["_auto"]["counts"] for result in fits)
     assert first == second
@@ -405,6 +452,10 @@ def test_a_spoiled_replica_stops_the_run_on_all_ranks_and_is_named(fits: list[di
         ("conflict", ["freeze_step=3", "VarianceFreeze(step=5)", "remove one"]),
         ("endless", ["`fraction=0.2`", "unknown", "`step=`"]),
         ("endless_auto", ["`max_fraction=0.2`", "unknown", "`max_step=`"]),
+        (
+            "endless_default",
+            ["unknown", "20%", "`Trainer(max_steps=...)`", "`freeze_step=`", "add `VarianceFreeze(step=...)`"],
+        ),
         ("ddp_freeze", ["VarianceFreeze", "DDPStrategy", 'strategy="onebit_adam"']),
         ("ddp_stats", ["CompressionStats", "DDPStrategy", 'strategy="onebit_adam"']),
     ],

@@ -126,6 +126,32 @@ def test_every_algorithm_trains_and_resumes_bit_for_bit(package: str, algorithm:
         assert found["ratio"] > 1.2
 
 
+def overwriting(rank: int, world: int, folder: str) -> list[int]:
+    """How many sets of shards lie beside a checkpoint after each save under its name; the last holds the model alone."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    fabric = launched("lightning.fabric", "onebit_adam")
+    module = net()
+    model, optimizer = fabric.setup(module, fabric.strategy.optimizer(module.parameters(), lr=1e-2, freeze_step=2))
+    found = []
+    for step in range(4):
+        train(fabric, model, optimizer, 1, start=step)
+        whole = {"optimizer": optimizer} if step < 3 else {}
+        fabric.save(f"{folder}/last.ckpt", {"model": model, "step": step, **whole})
+        found.append(len(list(Path(folder).glob("last.ckpt.onebit/*"))))
+        if step == 2:
+            state = {"model": model, "optimizer": optimizer, "step": 0}
+            fabric.load(f"{folder}/last.ckpt", state)
+            assert state["step"] == 2 and optimizer.residual_state_dict()["tensors"]["worker_residual"].any()
+        fabric.barrier()  # before a rank that is ahead writes the next
+    return found
+
+
+def test_shards_of_an_overwritten_checkpoint_go(tmp_path: Path) -> None:
+    for found in run_ranks(overwriting, 2, str(tmp_path)):
+        assert found == [0, 1, 1, 0], "the first save is in the warm-up, when ranks do not differ"
+    assert [path.name for path in tmp_path.iterdir()] == ["last.ckpt"]
+
+
 def frozen_by_hand(rank: int, world: int) -> tuple[str, list[bool], list[str]]:
     os.environ["LOCAL_RANK"] = str(rank)
     fabric = launched("lightning.fabric", "onebit_adam")

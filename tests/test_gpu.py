@@ -7,6 +7,7 @@ over gloo through pinned memory.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -42,6 +43,8 @@ def kernels() -> Any:
     try:
         return get_backend("cuda", DEVICE)
     except KernelsUnavailable as error:
+        if torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None:
+            pytest.fail(f"CuPy and a device are there, and yet: {error}")
         pytest.skip(str(error))
 
 

@@ -570,6 +570,14 @@ def test_a_compiler_with_other_arithmetic_is_refused(
         get_backend("cpu", "cpu")
 
 
+def test_the_comparison_at_load_time_does_not_depend_on_torchs_default_dtype(forgotten: None) -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert get_backend("cpu", "cpu").name == "cpu"
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_directory_that_others_can_write_to_is_refused(
     forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -336,6 +336,15 @@ def test_a_device_that_computes_other_bits_is_refused() -> None:
         CudaKernels(Rounding())
 
 
+@needs_compiler
+def test_the_comparison_with_the_reference_does_not_depend_on_torchs_default_dtype() -> None:
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        CudaKernels(ShimRuntime())
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 # ----- compiling for real devices -------------------------------------------------------------------------------------------------
 
 
@@ -396,42 +405,30 @@ class FakeCupy(types.ModuleType):
         super().__init__("cupy")
         self.__version__ = "14.0.0"
         self.calls: list[tuple[Any, ...]] = []
-        self.current: list[tuple[int, int]] = []
         self.cuda = types.SimpleNamespace(
             runtime=types.SimpleNamespace(runtimeGetVersion=lambda: runtime_version),
-            compiler=types.SimpleNamespace(CompileException=type("CompileException", (Exception,), {})),
-            ExternalStream=self._stream,
+            compiler=types.SimpleNamespace(compile_using_nvrtc=self._compile),
+            function=types.SimpleNamespace(Module=self._module),
+            nvrtc=types.SimpleNamespace(getVersion=lambda: (13, 0)),
         )
 
-    @contextlib.contextmanager
-    def _entered(self, pointer: int, index: int) -> Iterator[None]:
-        self.current.append((pointer, index))
-        yield
-        self.current.pop()
+    def _compile(self, source: str, options: tuple[str, ...], arch: None, filename: str) -> tuple[bytes, None]:
+        assert source == SOURCE.read_text() and options == OPTIONS and filename == "onebit.cu"
+        self.calls.append(("compile",))
+        return b"machine code", None
 
-    def _stream(self, pointer: int, index: int) -> Any:
-        fake = self
-
-        class Stream:
-            def __enter__(self) -> None:
-                self.context = fake._entered(pointer, index)
-                self.context.__enter__()
-
-            def __exit__(self, *error: Any) -> None:
-                self.context.__exit__(*error)
-
-        return Stream()
-
-    def RawModule(self, *, code: str, options: tuple[str, ...], backend: str) -> Any:
-        assert code == SOURCE.read_text() and options == OPTIONS and backend == "nvrtc"
+    def _module(self) -> Any:
+        def load(binary: bytes) -> None:
+            assert binary == b"machine code"
+            self.calls.append(("load",))
 
         def get_function(name: str) -> Callable[..., None]:
-            def function(grid: Any, block: Any, arguments: Any, *, shared_mem: int) -> None:
-                self.calls.append((name, grid, block, arguments, shared_mem, self.current[-1]))
+            def function(grid: Any, block: Any, arguments: Any, *, shared_mem: int, stream: Any) -> None:
+                self.calls.append((name, grid, block, arguments, shared_mem, stream.ptr))
 
             return function
 
-        return types.SimpleNamespace(compile=lambda: self.calls.append(("compile",)), get_function=get_function)
+        return types.SimpleNamespace(load=load, get_function=get_function)
 
 
 @pytest.fixture
@@ -488,45 +485,77 @@ def test_torch_without_a_supported_cuda_is_told(
         get_backend("cuda", "cuda")
 
 
-def test_a_cupy_that_cannot_compile_is_no_crash(cuda_machine: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error",
+    [
+        AttributeError("`np.float_` was removed in the NumPy 2.0 release"),
+        ImportError("libcublas.so.13: no"),
+        OSError("no"),
+    ],
+)
+def test_a_cupy_that_breaks_when_it_is_imported_is_no_crash(
+    cuda_machine: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    class Broken:
+        def find_spec(self, name: str, *_: Any) -> None:
+            if name == "cupy":
+                raise error
+
+    cuda_machine.delitem(sys.modules, "cupy", raising=False)
+    cuda_machine.setattr(sys, "meta_path", [Broken(), *sys.meta_path])
+    with caplog.at_level(logging.WARNING, "lightning_onebit"):
+        assert get_backend("auto", "cuda").name == "reference"
+    assert "CuPy cannot be imported" in caplog.text and str(error) in caplog.text
+
+
+def test_a_cupy_that_cannot_compile_is_no_crash(cuda_machine: pytest.MonkeyPatch, tmp_path: Path) -> None:
     fake = FakeCupy()
 
-    def broken(**_: Any) -> Any:
-        def compile_() -> None:
-            raise RuntimeError("CuPy failed to load libnvrtc.so.13")
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("CuPy failed to load libnvrtc.so.13")
 
-        return types.SimpleNamespace(compile=compile_)
-
-    fake.RawModule = broken  # type: ignore[method-assign]
-    _pretend_a_device(cuda_machine, fake)
+    fake.cuda.compiler.compile_using_nvrtc = broken
+    _pretend_a_device(cuda_machine, fake, tmp_path)
     with pytest.raises(KernelsUnavailable, match=r"cannot compile the kernels for Fake GPU .*libnvrtc"):
         get_backend("cuda", "cuda")
     assert get_backend("auto", "cuda").name == "reference"
 
 
-def _pretend_a_device(patch: pytest.MonkeyPatch, fake: FakeCupy, stream: int = 77) -> None:
+def _pretend_a_device(patch: pytest.MonkeyPatch, fake: FakeCupy, cache: Path, stream: int = 77) -> None:
     patch.setitem(sys.modules, "cupy", fake)
+    patch.setenv("LIGHTNING_ONEBIT_CACHE", str(cache))
     for name, value in {
         "is_available": lambda: True,
         "current_device": lambda: 0,
         "init": lambda: None,
         "get_device_name": lambda index: "Fake GPU",
+        "get_device_capability": lambda index: (9, 0) if index < 2 else (8, 0),
         "device": lambda index: contextlib.nullcontext(),
-        "current_stream": lambda index: types.SimpleNamespace(cuda_stream=stream),
+        "current_stream": lambda index: types.SimpleNamespace(cuda_stream=stream + index),
     }.items():
         patch.setattr(torch.cuda, name, value)
 
 
-def test_kernels_are_compiled_once_per_device_and_launched_on_torchs_stream(cuda_machine: pytest.MonkeyPatch) -> None:
+def test_kernels_are_compiled_once_per_kind_of_device_and_launched_on_torchs_stream(
+    cuda_machine: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     fake = FakeCupy()
-    _pretend_a_device(cuda_machine, fake)
+    _pretend_a_device(cuda_machine, fake, tmp_path)
     runtime = cuda.CupyRuntime()
-    for index in (0, 0, 1, 1):
+    for index in (0, 0, 1, 1, 2):
         runtime.launch("onebit_unpack", torch.device("cuda", index), 5, (64, 2), 128, (1, np.float32(2)))
     launched = ("onebit_unpack", (5,), (64, 2), (1, np.float32(2)), 128)
-    compiled = ("compile",)
-    assert fake.calls == [compiled, *[(*launched, (77, 0))] * 2, compiled, *[(*launched, (77, 1))] * 2]
-    assert not fake.current, "the user's CuPy stream is back"
+    compiled, loaded = ("compile",), ("load",)
+    first = [compiled, loaded, *[(*launched, 77)] * 2]
+    assert fake.calls == [*first, loaded, *[(*launched, 78)] * 2, compiled, loaded, (*launched, 79)]
+    fake.calls.clear()
+    cuda.CupyRuntime()
+    assert fake.calls == [loaded], "another process finds the binary"
+    assert len(list(tmp_path.iterdir())) == 2, "one file for each kind of device, and no temporary one"
+    cuda_machine.setattr(cuda, "cache_directory", lambda: tmp_path / "gone")
+    fake.calls.clear()
+    cuda.CupyRuntime()
+    assert fake.calls == [compiled, loaded], "without a place to keep it, it is compiled again"
 
 
 # ----- the benchmark ----------------------------------------------------------------------------------------------------------------

@@ -85,6 +85,40 @@ def test_every_algorithm_trains_replicas_that_everybody_sees_equal(
         assert (result["intra"] > 0) == (ranks_per_node is not None)
 
 
+def half_rank(rank: int, world: int, algorithm: str) -> dict[str, Any]:
+    """The same run by manual and by automatic optimization: only in the first ``step()`` sees Lightning's 16-bit default dtype."""
+    pl = enter(rank)
+    defaults: set[torch.dtype] = set()
+
+    def by_hand(module: Any, batch: Any, _: int) -> None:
+        optimizer = module.optimizers()
+        optimizer.zero_grad()
+        module.manual_backward(torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1]))
+        defaults.add(torch.get_default_dtype())
+        optimizer.step()
+
+    ends, dtypes, compressed = [], set(), []
+    for attributes in ({"automatic_optimization": False, "training_step": by_hand}, {}):
+        strategy = strategy_class()(algorithm, block_size=64, **OPTIONS[algorithm])
+        _, module = fit(pl, strategy, net=plain_net, max_steps=11, precision="bf16-true", attributes=attributes)
+        (optimizer,) = strategy.onebit_optimizers
+        compressed.append(optimizer.ledger.compressed_steps)
+        ends.append(dict(module.state_dict()))
+        for state in optimizer.state_dict()["state"].values():
+            dtypes |= {value.dtype for name, value in state.items() if name != "live"}
+        dtypes |= {value.dtype for value in optimizer.residual_state_dict()["tensors"].values()}
+    return {"different": differing(*ends), "dtypes": dtypes, "compressed": compressed, "defaults": defaults}
+
+
+@pytest.mark.parametrize("algorithm", list(OPTIONS))
+def test_manual_optimization_in_half_precision_is_automatic_optimization_bit_for_bit(algorithm: str) -> None:
+    for result in run_ranks(half_rank, 2, algorithm):
+        assert result["defaults"] == {torch.bfloat16}, "this is what the test is about"
+        assert result["dtypes"] <= {torch.float32, torch.bool} and torch.float32 in result["dtypes"]
+        assert result["different"] == []
+        assert result["compressed"][0] == result["compressed"][1] >= 7
+
+
 REFRESHING = {
     "onebit_adam": {"freeze_step": 2, "refresh_interval": 3, "refresh_steps": 2},
     "onebit_lamb": {"freeze_step": 2, "refresh_interval": 3, "refresh_steps": 2},

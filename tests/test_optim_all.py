@@ -398,6 +398,51 @@ def test_every_backend_gives_the_same_bits(algorithm: str) -> None:
         assert equal(a["state"], b["state"])
 
 
+def redistributed_worker(group: Any, rank: int, world: int, made: Problem, ranks_per_node: int) -> dict[str, Any]:
+    """A run, and its state as a checkpoint and the change to another world hold it."""
+    params = made.parameters()
+    optimizer = made.build(params, process_group=group)
+    optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
+    for t in range(made.steps):
+        made.put(params, t, rank)
+        optimizer.step()
+    parts = Redistribution(optimizer.residual_state_dict())
+    parts.add(optimizer.residual_state_dict())
+    return {**snapshot(optimizer, params), "redistributed": parts.result()["tensors"]}
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize(
+    ("algorithm", "rule"),
+    [
+        *((algorithm, {}) for algorithm in RULES),
+        ("onebit_adam", {"refresh_interval": 3, "refresh_steps": 2}),
+        ("onebit_lamb", {"trust_ratio": "frozen"}),
+        ("binsgdm", {"server": "random"}),
+        ("binsgdm", {"server": "mean"}),
+    ],
+)
+def test_state_is_fp32_whatever_torchs_default_dtype(algorithm: str, rule: dict[str, Any], kernels: str) -> None:
+    """Under a 16-bit default, as in a ``training_step`` with ``precision="bf16-true"``, a run is the same bit for bit."""
+    try:
+        get_backend(kernels, torch.device("cpu"))
+    except KernelsUnavailable as error:
+        pytest.skip(str(error))
+
+    def run(dtype: torch.dtype) -> list[Any]:
+        made = problem(algorithm, {"kernels": kernels, **rule}, dtype=torch.bfloat16)
+        torch.set_default_dtype(dtype)
+        try:
+            return [run_world(redistributed_worker, 2 * share, made, share) for share in (1, 2)]
+        finally:
+            torch.set_default_dtype(torch.float32)
+
+    for usual, narrow in zip(run(torch.float32), run(torch.bfloat16), strict=True):
+        for a, b in zip(usual, narrow, strict=True):
+            different = [name for name in a if not equal(a[name], b[name])]
+            assert different == [], "in dtype or bits"
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_clipping_takes_the_scale_out_of_gradients(algorithm: str) -> None:
     """In all phases: weights and momenta are those of gradients 1024 times as small."""

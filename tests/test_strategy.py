@@ -17,7 +17,17 @@ import pytest
 import torch
 from harness import run_ranks
 from lightning.pytorch.callbacks import Callback
-from lightning_support import TREES, enter, loader, make_module, onebit, plain_net, quiet_trainer, strategy_class
+from lightning_support import (
+    TREES,
+    enter,
+    loader,
+    make_module,
+    onebit,
+    plain_net,
+    quiet_trainer,
+    same_on_all_ranks,
+    strategy_class,
+)
 from packaging.version import Version
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
@@ -304,6 +314,10 @@ def shared_parameter(module: Any) -> Any:
     return [ob.OnebitAdam(module.net.parameters()), torch.optim.SGD(module.net[0].parameters(), lr=0.1)]
 
 
+def two_of_one_layer(module: Any) -> list[Any]:
+    return [ob.OnebitAdam(module.net[0].parameters(), lr=lr, freeze_step=2, block_size=32) for lr in (1e-2, 1e-3)]
+
+
 def foreign_parameter(module: Any) -> Any:
     return ob.OnebitAdam([*module.parameters(), torch.nn.Parameter(torch.zeros(5))])
 
@@ -410,6 +424,19 @@ REFUSED: dict[str, dict[str, Any]] = {
         "manual": True,
         "words": ["net.0.weight", "give it to one of them"],
     },
+    "shared with local steps": {
+        "configure": lambda m: [ob.ZeroOneAdam(m.parameters()), ob.ZeroOneAdam(m.net[0].parameters())],
+        "options": {"algorithm": "zero_one_adam"},
+        "manual": True,
+        "words": ["net.0.weight", "optimizers 0 and 1", "ZeroOneAdam makes local steps", "give it to one of them"],
+    },
+    "shared in 16 bits": {
+        "configure": lambda m: [torch.optim.SGD(m.net[2].parameters(), lr=0.1), *two_of_one_layer(m)],
+        "options": {"other_optimizers": "dense"},
+        "net": lambda: plain_net().bfloat16(),
+        "manual": True,
+        "words": ["net.0.weight", "optimizers 1 and 2", "torch.bfloat16", "give it to one of them"],
+    },
     "foreign parameter": {"configure": foreign_parameter, "words": ["(5,)", "register it"]},
     "ignored parameter": {
         "configure": ignored_parameter,
@@ -500,6 +527,27 @@ def test_what_could_not_take_effect_or_be_trained_raises_when_fitting_starts_and
             continue
         for word in REFUSED[name]["words"]:
             assert word in message, f"{name}: {message}"
+
+
+def sharing(rank: int, world: int) -> tuple[list[str], list[int]]:
+    pl = enter(rank)
+
+    def by_turns(module: Any, batch: Any, _: int) -> None:
+        for optimizer in module.optimizers():
+            optimizer.zero_grad()
+            module.manual_backward(torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1]))
+            optimizer.step()
+
+    module = make_module(pl, two_of_one_layer, training_step=by_turns, automatic_optimization=False)
+    trainer = quiet_trainer(pl, strategy_class()())
+    trainer.fit(module, loader())
+    compressed = [optimizer.ledger.compressed_steps for optimizer in trainer.strategy.onebit_optimizers]
+    return same_on_all_ranks(dict(module.named_parameters())), compressed
+
+
+def test_optimizers_without_local_steps_may_share_fp32_parameters() -> None:
+    for different, compressed in run_ranks(sharing, 2):
+        assert different == [] and compressed == [2, 2]
 
 
 # ----- the default freeze ---------------------------------------------------------------------------------------------------

@@ -170,7 +170,10 @@ class VarianceFreezeMixin:
     Exactly one way to choose the step is given:
 
     * ``step``: after exactly this many real optimizer steps (skipped steps do not count).
-    * ``fraction``: after this share of the planned steps (``trainer.estimated_stepping_batches``), at least one step.
+    * ``fraction``: after this share of the planned steps, at least one step. Planned is what
+      ``trainer.estimated_stepping_batches`` says, with two corrections: a GradientAccumulationScheduler's factor of
+      every epoch counts, and under manual optimization ``max_steps``, which counts the steps of all optimizers, is
+      divided by their number.
     * ``mode="auto"``: once the learning rate has stopped rising *and* the variance has settled,
       ``||v_{t-D}||_1 / ||v_t||_1 >= threshold`` (1-bit Adam, arXiv 2102.02888), never before the minimum and at the
       latest at the maximum. A falling variance counts as settled, as published. The rule is looked at 16 times per
@@ -198,6 +201,9 @@ class VarianceFreezeMixin:
         max_step: for ``mode="auto"``: most dense steps; given, it replaces ``max_fraction``.
         max_fraction: for ``mode="auto"``: the same as a share of the planned steps. A maximum is required: None needs
             ``max_step``.
+
+    Attributes:
+        added_by_strategy: whether this is the default of a strategy, which the user has not asked for.
 
     Raises:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
@@ -235,6 +241,7 @@ class VarianceFreezeMixin:
         self.min_fraction = min_fraction
         self.max_step = max_step
         self.max_fraction = max_fraction
+        self.added_by_strategy = False
         self._check_options()
         self._watches: list[_Watch] = []
         self._restored: list[dict[str, Any]] = []
@@ -491,7 +498,7 @@ class VarianceFreezeMixin:
 
     def _planned(self, trainer: Any, offset: int) -> int | None:
         """Steps that an optimizer will make in the whole run, None if that is unknown (or infinite)."""
-        estimate = trainer.estimated_stepping_batches
+        estimate = _stepping_batches(trainer)
         # Lightning answers inf for training without end and -1 for a loader without length and no `max_steps`.
         if not math.isfinite(estimate) or estimate < 0:
             return None
@@ -523,13 +530,38 @@ class VarianceFreezeMixin:
             return step
         assert share is not None  # _check_options: one of the two is set
         if planned is None:
+            unknown = f"their number is unknown (max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps})"
+            if self.added_by_strategy:
+                raise misconfiguration(
+                    trainer,
+                    f"Nothing says when the dense warm-up ends, and the default ends it after {share:.0%} of the planned "
+                    f"steps at the latest, but {unknown}: give `Trainer(max_steps=...)`, or `freeze_step=` to the strategy "
+                    "(`var_freeze_step=` with 0/1 Adam), or add `VarianceFreeze(step=...)` to the Trainer's callbacks.",
+                )
             raise misconfiguration(
                 trainer,
-                f"VarianceFreeze: `{share_name}={share:g}` is a share of the planned steps, and their number is "
-                f"unknown (max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}): give `{step_name}=` in "
-                "steps instead, or set the Trainer's `max_steps`.",
+                f"VarianceFreeze: `{share_name}={share:g}` is a share of the planned steps, and {unknown}: give "
+                f"`{step_name}=` in steps instead, or set the Trainer's `max_steps`.",
             )
         return max(1, round(share * planned))
+
+
+def _stepping_batches(trainer: Any) -> float:
+    """``trainer.estimated_stepping_batches``, also where the optimizers share ``max_steps`` or the accumulation changes.
+
+    Lightning's estimate takes ``max_steps`` for a number of batches, but under manual optimization the steps of every
+    optimizer count; and it takes the accumulation factor of the moment for that of every epoch.
+    """
+    estimate: float = trainer.estimated_stepping_batches
+    # Both trees' GradientAccumulationScheduler, and subclasses; the last one that is called sets the factor.
+    schedules = [callback for callback in trainer.callbacks if hasattr(callback, "get_accumulate_grad_batches")]
+    most = math.inf if trainer.max_steps == -1 else trainer.max_steps
+    if schedules and trainer.max_epochs != -1 and math.isfinite(trainer.num_training_batches):
+        factors = map(schedules[-1].get_accumulate_grad_batches, range(max(trainer.max_epochs, 1)))
+        estimate = min(sum(math.ceil(trainer.num_training_batches / factor) for factor in factors), most)
+    if math.isfinite(most) and not trainer.lightning_module.automatic_optimization:
+        estimate = min(estimate, math.ceil(most / len(trainer.optimizers)))
+    return estimate
 
 
 def _in_warmup(optimizer: Any) -> bool:

@@ -387,7 +387,7 @@ class CpuKernels(ReferenceKernels):
         """Compares with the reference once, because a compiler with other ideas of arithmetic would go unnoticed."""
         size, generator = 2048, torch.Generator().manual_seed(1)
         lengths = torch.tensor([size, size - 37, 0], dtype=torch.int32)
-        data = torch.randn(5, 3 * size, generator=generator)
+        data = torch.randn(5, 3 * size, dtype=torch.float32, generator=generator)
         bucket = CheckMap(size, lengths)
         results = []
         for kernels in (ReferenceKernels(), self):
@@ -622,7 +622,7 @@ class CpuKernels(ReferenceKernels):
             packed_old = _payload(old, "old", blocks, size)
         else:
             flat_old = _address(old, "old", elements)
-        partials = torch.empty((blocks, 3))
+        partials = torch.empty((blocks, 3), dtype=torch.float32)
         table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
         self._call(
             "lamb_update",

@@ -1,4 +1,7 @@
-"""The CUDA kernels: ``onebit.cu``, compiled by CuPy once per device and launched on torch's current stream.
+"""The CUDA kernels: ``onebit.cu``, compiled by CuPy once per kind of device and launched on torch's current stream.
+
+The compiler is called directly: ``cupy.RawModule`` and ``cupy.RawKernel`` add ``-ftz=true`` behind the options they are given (CuPy 13 and
+14), the last one counts, and kernels that flush denormals do not compute the reference's bits.
 
 Tensors are handed over by address: nothing is copied, and no call waits for the device. What a kernel must know of tensors that
 lie anywhere (parameters, gradients) travels in a small table through pinned memory, and only when an address has changed.
@@ -9,6 +12,11 @@ own text, on the CPU through another one.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import logging
+import os
+import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -23,9 +31,12 @@ from torch import Tensor
 from lightning_onebit.kernels import BlockMap, KernelsUnavailable, Spans
 from lightning_onebit.kernels.common import CheckMap, check_carry, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
+from lightning_onebit.kernels.cpu import cache_directory
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
 from lightning_onebit.kernels.transfer import upload
+
+log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit.cu")
 # No contraction, no flushing of denormals, correctly rounded division and root: anything else would change the bits.
@@ -89,13 +100,15 @@ def import_cupy() -> Any:
     remedy = f"pip install 'lightning-onebit[cuda{major}]'"
     try:
         import cupy
-    except (ImportError, OSError) as error:
-        # a wheel that is there but cannot load its libraries raises ImportError as well, with many lines
+
+        theirs = cupy.cuda.runtime.runtimeGetVersion() // 1000
+    except Exception as error:
+        # A wheel that is there but cannot load its libraries raises ImportError, with many lines; one beside a NumPy it does not know
+        # raises AttributeError.
         first = next((line for line in str(error).splitlines() if line.strip()), "")
         raise KernelsUnavailable(
             f"CuPy cannot be imported [{first.strip()}]; torch is built for CUDA {torch.version.cuda}: {remedy}"
         ) from error
-    theirs = cupy.cuda.runtime.runtimeGetVersion() // 1000
     if theirs != major:
         raise KernelsUnavailable(
             f"CuPy {cupy.__version__} is built for CUDA {theirs}, torch for CUDA {torch.version.cuda}: "
@@ -104,8 +117,29 @@ def import_cupy() -> Any:
     return cupy
 
 
+class _Stream:
+    """A stream as a launch of CuPy's wants it: its address."""
+
+    __slots__ = ("ptr",)
+
+    def __init__(self, ptr: int) -> None:
+        self.ptr = ptr
+
+
+def _write_whole(path: Path, content: bytes) -> None:
+    """Writes to a temporary name and renames: a file that can be seen is whole."""
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(name, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+
+
 class CupyRuntime:
-    """Compiles with NVRTC through ``cupy.RawModule``, launches on torch's current stream.
+    """Compiles with CuPy's NVRTC, keeps the binary in the directory of compiled libraries, launches on torch's current stream.
 
     Raises:
         KernelsUnavailable: see ``import_cupy``; or there is no device, or the kernels do not compile for it.
@@ -114,27 +148,50 @@ class CupyRuntime:
     device_type = "cuda"
 
     def __init__(self) -> None:
-        self._cupy = cupy = import_cupy()
+        self._cupy = import_cupy()
         if not torch.cuda.is_available():
             raise KernelsUnavailable("torch sees no CUDA device")
-        self._module = cupy.RawModule(code=SOURCE.read_text(), options=OPTIONS, backend="nvrtc")
-        self._functions: dict[str, Any] = {}
-        self._streams: OrderedDict[tuple[int, int], Any] = OrderedDict()
-        self._compiled: set[int] = set()
-        self._compile(torch.cuda.current_device())
+        self._modules: dict[int, Any] = {}
+        self._functions: dict[tuple[int, str], Any] = {}
+        self._load(torch.cuda.current_device())
 
-    def _compile(self, index: int) -> None:
-        """Compiles for a device (or takes the binary from CuPy's cache of files)."""
-        problems = (RuntimeError, OSError, ImportError, self._cupy.cuda.compiler.CompileException)
+    def _load(self, index: int) -> None:
+        """Compiles for a device, or takes the binary that is there, and loads it.
+
+        Raises:
+            KernelsUnavailable: NVRTC or the driver refuses.
+        """
         try:
             with torch.cuda.device(index):
                 torch.cuda.init()
-                self._module.compile()
-        except problems as error:
+                module = self._cupy.cuda.function.Module()
+                module.load(self._binary(index))
+        except Exception as error:  # CuPy's and the driver's have no common class
             raise KernelsUnavailable(
                 f"CuPy {self._cupy.__version__} cannot compile the kernels for {torch.cuda.get_device_name(index)} [{error}]"
             ) from error
-        self._compiled.add(index)
+        self._modules[index] = module
+
+    def _binary(self, index: int) -> bytes:
+        """Machine code for the current device, whose index is given."""
+        source, compiler = SOURCE.read_text(), self._cupy.cuda.compiler
+        digest = hashlib.sha256()
+        facts = (OPTIONS, torch.cuda.get_device_capability(index), self._cupy.cuda.nvrtc.getVersion())
+        for part in (source, *map(repr, facts)):
+            digest.update(b"\0" + part.encode())
+        try:
+            kept = cache_directory() / f"onebit-{digest.hexdigest()[:20]}.cubin"
+            if kept.exists():
+                return kept.read_bytes()
+        except (OSError, KernelsUnavailable) as error:
+            log.debug("the binary of the cuda kernels is not kept: %s", error)
+            kept = None
+        binary: bytes
+        binary, _ = compiler.compile_using_nvrtc(source, OPTIONS, None, SOURCE.name)
+        if kept is not None:
+            with contextlib.suppress(OSError):
+                _write_whole(kept, binary)
+        return binary
 
     def launch(
         self,
@@ -147,24 +204,14 @@ class CupyRuntime:
     ) -> None:
         """See ``Runtime``."""
         index = torch.cuda.current_device() if device.index is None else device.index
-        if index not in self._compiled:
-            self._compile(index)
-        function = self._functions.get(name)
-        if function is None:
-            # one object for all devices: CuPy keeps its binary for each
-            function = self._functions[name] = self._module.get_function(name)
-        pointer = torch.cuda.current_stream(index).cuda_stream
-        with torch.cuda.device(index), self._external(index, pointer):
-            function((grid,), block, tuple(arguments), shared_mem=shared)
-
-    def _external(self, index: int, pointer: int) -> Any:
-        """The stream of torch as CuPy's; a few are kept, since making one costs as much as a launch."""
-        stream = self._streams.get((index, pointer))
-        if stream is None:
-            stream = self._streams[index, pointer] = self._cupy.cuda.ExternalStream(pointer, index)
-            if len(self._streams) > _TABLES_KEPT:
-                self._streams.popitem(last=False)
-        return stream
+        if index not in self._modules:
+            self._load(index)
+        stream = _Stream(torch.cuda.current_stream(index).cuda_stream)
+        with torch.cuda.device(index):
+            function = self._functions.get((index, name))
+            if function is None:
+                function = self._functions[index, name] = self._modules[index].get_function(name)
+            function((grid,), block, tuple(arguments), shared_mem=shared, stream=stream)
 
     def upload(self, values: Tensor, device: torch.device) -> Tensor:
         """See ``Runtime``."""
@@ -284,7 +331,7 @@ class CudaKernels(ReferenceKernels):
     def _check(self) -> None:
         """Compares with the reference once, because a compiler with other ideas of arithmetic would go unnoticed."""
         size, generator = 2048, torch.Generator().manual_seed(1)
-        data = torch.randn(5, 3 * size, generator=generator)
+        data = torch.randn(5, 3 * size, dtype=torch.float32, generator=generator)
         data[:4, 2 * size :] *= 1e-41  # a block of denormals, which some options flush
         lengths = torch.tensor([size, size - 37, 100], dtype=torch.int32)
         data[:4].view(4, 3, size)[:, torch.arange(size) >= lengths[:, None]] = 0.0

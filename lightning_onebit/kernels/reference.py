@@ -381,7 +381,7 @@ class ReferenceKernels:
             fixed order.
         """
         bs = bucket.block_size
-        x = torch.zeros(bucket.elements, device=r.device)
+        x = torch.zeros(bucket.elements, dtype=torch.float32, device=r.device)
         self.gather(bucket, spans, x)
         live = torch.zeros(bucket.blocks, dtype=torch.bool, device=r.device)
         for span, tensor in zip(bucket.spans, spans, strict=True):
@@ -588,7 +588,7 @@ class ReferenceKernels:
         bs = bucket.block_size
         alive = unpack_bits(live)
         if mean_of is None:
-            ubar = torch.where(unpack_bits(words[:, 0]), -1.0, 1.0)
+            ubar = torch.where(unpack_bits(words[:, 0]), -1.0, 1.0).to(torch.float32)
         else:
             count = torch.zeros((bucket.blocks, bs), dtype=torch.int32, device=words.device)
             for plane in range(words.shape[1]):

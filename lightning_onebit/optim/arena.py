@@ -374,7 +374,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
             bucket_elements=int(self.options.bucket_mb * 2**20 / 4),
             device=self._device,
         )
-        self._flat = {name: torch.zeros(self._plan.elements, device=self._device) for name in self._arenas()}
+        size = self._plan.elements
+        self._flat = {name: torch.zeros(size, dtype=torch.float32, device=self._device) for name in self._arenas()}
         self._layout_dense(kept)
 
     def _layout_dense(self, kept: dict[int, dict[str, Tensor]]) -> None:
@@ -537,7 +538,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
     def _exchanged_flat(self) -> Tensor:
         """What buckets hold as momentum, as an fp32 flat over all blocks."""
-        flat = torch.zeros(self._known_plan().elements, device=self._device)
+        flat = torch.zeros(self._known_plan().elements, dtype=torch.float32, device=self._device)
         for bucket, held in zip(self._buckets(), self._momentum, strict=True):
             if isinstance(held, Packed):
                 self._kernels.unpack(held, bucket.lengths, bucket.slice(flat))

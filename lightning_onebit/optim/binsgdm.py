@@ -365,7 +365,7 @@ class BinSGDM(OnebitOptimizer):
         if share > 1:
             # hierarchical: m and a follow the node's mean gradient and live on the shard only
             size = self._known_plan().elements // share
-            self._flat = {name: torch.zeros(size, device=self._device) for name in self._arenas()}
+            self._flat = {name: torch.zeros(size, dtype=torch.float32, device=self._device) for name in self._arenas()}
             if kept:
                 log.warning(
                     "a parameter joins %s: blocks are dealt anew among the ranks of a node, and m and a start from zero",
@@ -384,7 +384,7 @@ class BinSGDM(OnebitOptimizer):
         """Uniform draws in (-1, 1): from zero, all coordinates whose votes cancel would go up and down together."""
         size = self.options.block_size
         key = draw_key(self.settings["seed"], 0, 0, SERVER_STREAM, stratified=False)
-        parts = [torch.zeros(0, device=self._device)]
+        parts = [torch.zeros(0, dtype=torch.float32, device=self._device)]
         for bucket in self._buckets():
             first, last = self._chunk_blocks(bucket)
             parts.append(

@@ -92,7 +92,8 @@ class Redistribution:
                 raise ValueError(f"state {name!r} of a rank is unknown to this release and cannot be redistributed")
             kind = _KINDS[name]
             if name not in self._tensors:
-                self._tensors[name] = torch.zeros(sum(r.blocks for r in _runs(self._mine, kind)) * self._block_size)
+                blocks = sum(r.blocks for r in _runs(self._mine, kind))
+                self._tensors[name] = torch.zeros(blocks * self._block_size, dtype=torch.float32)
             _add_blocks(
                 self._tensors[name],
                 _runs(self._mine, kind),

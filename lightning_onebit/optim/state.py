@@ -55,7 +55,7 @@ class StatefulOptimizer(ArenaOptimizer):
                 if name in self._dense_state[i]:
                     per_param[i][key] = self._dense_state[i][name].clone()
         for i in self._known():
-            per_param[i]["step"] = torch.tensor(float(self._t[i]))
+            per_param[i]["step"] = torch.tensor(float(self._t[i]), dtype=torch.float32)
             if i in self._masters:
                 per_param[i]["master"] = self._shared_master(i).clone()
         packed["state"] = {i: per_param[i] for i in sorted(per_param) if self._t[i] > 0}

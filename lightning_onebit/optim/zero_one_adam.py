@@ -519,7 +519,7 @@ class ZeroOneAdam(RefreshingAdam):
     def _anchor_here(self) -> None:
         """Makes sure that ``u`` and the anchor exist, and that the anchor is the model of the last synchronisation."""
         if "anchor" not in self._flat:
-            self._flat["u"] = torch.zeros(self._known_plan().elements, device=self._device)
+            self._flat["u"] = torch.zeros(self._known_plan().elements, dtype=torch.float32, device=self._device)
             self._flat["anchor"] = torch.zeros_like(self._flat["u"])
             self._anchored = False
         if not self._anchored:
@@ -545,7 +545,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
         if self._exchanging_local:
-            ones = torch.ones(hi - lo, device=self._device)
+            ones = torch.ones(hi - lo, dtype=torch.float32, device=self._device)
             return Coefficients(None, None, ones, self._scaling(bucket, lo, hi))
         a = self._by_block("a", bucket, lambda i: self._lr_t(i) * self._group(i)["betas"][0], alike=True)[lo:hi]
         b = self._by_block(
@@ -554,7 +554,7 @@ class ZeroOneAdam(RefreshingAdam):
         return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi], self._scaling(bucket, lo, hi))
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
-        ones = torch.ones(bucket.blocks, device=self._device)
+        ones = torch.ones(bucket.blocks, dtype=torch.float32, device=self._device)
         r = None if self._preconditioned else bucket.slice(self._flat["r"])
         if not self._exchanging_local:
             decay = self._by_block("decay", bucket, self._decay, alike=True)
