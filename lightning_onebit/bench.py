@@ -10,6 +10,7 @@ Rank 0 reports. ``-m lightning_onebit.bench`` in place of ``--no-python lightnin
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
@@ -48,7 +49,7 @@ class LinkMeasurement:
         elements: number of fp32 gradient elements.
         dense_seconds: median time of their all-reduce (slowest rank).
         exchange_seconds: median time of a compressed optimizer step on them (slowest rank), local work included.
-        local_seconds: of that, time in kernels.
+        local_seconds: of that, time in kernels; NaN on CUDA, where the host sees only that they are launched.
         dense_bytes: bytes a rank sends in the all-reduce.
         exchange_bytes: bytes a rank sends in the exchange.
     """
@@ -123,6 +124,8 @@ def measure_link(
     slowest = medians.to(device if dist.get_backend(group) == "nccl" else "cpu")
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
     dense_s, exchange_s, local_s = slowest.tolist()
+    if device.type == "cuda":
+        local_s = math.nan
     return LinkMeasurement(elements, dense_s, exchange_s, local_s, record.dense_bytes, record.bytes_sent)
 
 
@@ -194,13 +197,15 @@ def break_even(measurements: Sequence[LinkMeasurement]) -> float | None:
     """Elements from which on the exchange is faster, interpolated between measured sizes.
 
     Returns:
-        The number of elements; 0 if it is faster at every size measured, None if at none.
+        The number of elements; 0 if it is faster at every size measured, None if it is not at the largest.
     """
     ordered = sorted(measurements, key=lambda m: m.elements)
-    if ordered[0].speedup >= 1:
+    if all(m.speedup >= 1 for m in ordered):
         return 0.0
-    for small, large in pairwise(ordered):
-        if large.speedup >= 1:
+    if ordered[-1].speedup < 1:
+        return None
+    for small, large in reversed(list(pairwise(ordered))):
+        if small.speedup < 1:
             gap = (small.exchange_seconds - small.dense_seconds, large.exchange_seconds - large.dense_seconds)
             return small.elements + (large.elements - small.elements) * gap[0] / (gap[0] - gap[1])
     return None
@@ -211,9 +216,11 @@ def advice(measurements: Sequence[LinkMeasurement]) -> str:
     largest = max(measurements, key=lambda m: m.elements)
     even = break_even(measurements)
     if even is None:
+        faster = ", ".join(f"{m.elements:,}" for m in measurements if m.speedup >= 1)
         return (
             f"Compression does not pay on this network: even at {largest.elements / 1e6:g} M elements the exchange takes "
             f"{1 / largest.speedup:.1f}x as long as the dense all-reduce. Use strategy='ddp'."
+            + (f" (It was faster at {faster} elements.)" if faster else "")
         )
     text = (
         "The exchange is faster at every size measured."
@@ -235,8 +242,9 @@ def table(measurements: Sequence[LinkMeasurement]) -> str:
     """The measurements as text."""
     lines = [f"{'elements':>12}{'all-reduce ms':>15}{'exchange ms':>13}{'of it local':>13}{'bytes':>9}{'speed-up':>10}"]
     for m in measurements:
+        local = "-" if math.isnan(m.local_seconds) else f"{m.local_seconds * 1e3:.2f}"
         lines.append(
-            f"{m.elements:>12,}{m.dense_seconds * 1e3:>15.2f}{m.exchange_seconds * 1e3:>13.2f}{m.local_seconds * 1e3:>13.2f}"
+            f"{m.elements:>12,}{m.dense_seconds * 1e3:>15.2f}{m.exchange_seconds * 1e3:>13.2f}{local:>13}"
             f"{m.dense_bytes / max(1, m.exchange_bytes):>8.1f}x{m.speedup:>9.2f}x"
         )
     return "\n".join(lines)

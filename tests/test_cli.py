@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +172,26 @@ def test_bench_measures_on_real_ranks_and_reports_once(tmp_path: Path) -> None:
 
 
 # ----- doctor --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("speedups", "even", "said"),
+    [
+        ((1.5, 2.0, 3.0), 0.0, "faster at every size measured"),
+        ((0.5, 1.5, 3.0), 3.25e6, "pays from about 3.2 M"),
+        ((1.5, 0.5, 1.5), 8.5e6, "pays from about 8.5 M"),
+        ((0.5, 1.1, 0.5), None, r"does not pay.* 2\.0x as long .*faster at 4,000,000 elements"),
+        ((0.5, 0.6, 0.8), None, "does not pay.* 1.2x as long as the dense all-reduce. Use strategy='ddp'.$"),
+    ],
+)
+def test_break_even_is_where_the_exchange_is_faster_from_then_on(
+    speedups: tuple[float, ...], even: float | None, said: str
+) -> None:
+    sizes = (1_000_000, 4_000_000, 10_000_000)
+    measured = [bench.LinkMeasurement(n, 1.0, 1 / s, math.nan, 8 * n, n) for n, s in zip(sizes, speedups, strict=True)]
+    assert bench.break_even(measured) == (even if even is None else pytest.approx(even))
+    assert re.search(said, bench.advice(measured))
+    assert " - " in bench.table(measured), "on CUDA the host does not see the time in kernels"
 
 
 def test_doctor_finds_this_installation_in_order(capsys: pytest.CaptureFixture[str]) -> None:

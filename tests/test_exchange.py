@@ -16,6 +16,8 @@ from torch import Tensor
 from lightning_onebit.comm import (
     Bucket,
     ByteLedger,
+    CollectiveFailure,
+    CollectiveTimeout,
     Exchange,
     PlanMismatch,
     Reducer,
@@ -26,6 +28,7 @@ from lightning_onebit.comm import (
     handshake,
     plan_buckets,
 )
+from lightning_onebit.comm.transport import Pending
 from lightning_onebit.kernels import Packed, get_backend
 
 CPU = torch.device("cpu")
@@ -422,6 +425,48 @@ def reducer_memory_worker(rank: int, world: int) -> Any:
         reducer.arm()
         found.append((before, after, held, replaced() is not None))
     return found
+
+
+def gaps_worker(rank: int, world: int) -> list[Tensor]:
+    base = torch.zeros(4, 6)
+    params = [torch.nn.Parameter(base[:, ::2]), torch.nn.Parameter(torch.zeros(5)), torch.nn.Parameter(base[:, 1::2])]
+    reducer = Reducer(params, Transport(Topology.create(), ByteLedger()), bucket_bytes=2**20)
+    for i, p in enumerate(params):
+        p.grad = torch.full(p.shape, 10.0 * i + rank)
+    reducer.finish()
+    return [p.grad.clone() for p in params if p.grad is not None]
+
+
+def test_reducer_keeps_gradients_of_parameters_with_gaps_in_memory_apart() -> None:
+    for grads in run_ranks(gaps_worker, 2):
+        for i, g in enumerate(grads):
+            assert (g == 10.0 * i + 0.5).all()
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("Timed out waiting 1000ms for recv", CollectiveTimeout),
+        ("Wait timeout after 5 s", CollectiveTimeout),
+        ("watchdog: time out", CollectiveTimeout),
+        ("CUDA runtime error: out of memory", CollectiveFailure),
+        ("no output at this time", CollectiveFailure),
+    ],
+)
+def test_a_failure_is_told_from_a_timeout(text: str, kind: type[Exception]) -> None:
+    found = Transport(Topology.create(), ByteLedger()).failure("a collective", RuntimeError(text), 1.0)
+    assert type(found) is kind and text in str(found)
+
+
+def test_who_waits_again_for_a_collective_that_failed_is_told_again() -> None:
+    class Failing:
+        def wait(self, *_: Any) -> bool:
+            raise RuntimeError("Connection closed by peer")
+
+    pending = Pending(Failing(), "a collective", Transport(Topology.create(), ByteLedger()))  # type: ignore[arg-type]
+    for _ in range(2):
+        with pytest.raises(CollectiveFailure, match="Connection closed"):
+            pending.wait()
 
 
 def test_reducer_looks_again_at_what_was_written_since_and_keeps_replaced_gradients_until_the_next_backward() -> None:

@@ -451,6 +451,14 @@ def test_grad_stats_sums_squares_and_counts_non_finite_tensors(kernels: KernelBa
     assert kernels.grad_stats([]).tolist() == [0.0, 0.0]
 
 
+def test_grad_stats_are_those_of_fp64(kernels: KernelBackend) -> None:
+    """Ranks with different kernels clip by the same factor but for the rounding of a double."""
+    tensors = [torch.randn(100_003, device=device_of(kernels)), torch.full((10,), 1e-25, device=device_of(kernels))]
+    for tensor in tensors:
+        exact = tensor.cpu().double().square().sum().item()
+        assert kernels.grad_stats([tensor])[0].item() == pytest.approx(exact, rel=1e-12)
+
+
 def test_grad_stats_does_not_mistake_a_large_gradient_for_a_broken_one(kernels: KernelBackend) -> None:
     large = torch.full((100,), 3e38, device=device_of(kernels))
     squares, bad = kernels.grad_stats([large]).tolist()

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.comm.transport import Pending, Transport
+from lightning_onebit.kernels.common import is_dense
 
 
 class _DenseBucket:
@@ -31,8 +32,9 @@ class _DenseBucket:
         self.flat = torch.zeros(self._numel + len(self.indices), dtype=self.dtype, device=self.device)
         self.views, start = [], 0
         for p in self._params:
-            # the parameter's own strides, so that the view can stand as its .grad
-            self.views.append(self.flat.as_strided(p.shape, p.stride(), start))
+            # the parameter's own strides, so that the view can stand as its .grad; one with gaps would reach into its neighbour
+            place = self.flat[start : start + p.numel()]
+            self.views.append(place.as_strided(p.shape, p.stride()) if is_dense(p) else place.view(p.shape))
             start += p.numel()
 
     def release(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Callable
@@ -51,6 +52,7 @@ class Pending:
         self._what = what
         self._transport = transport
         self._streams = streams  # whether wait() orders streams (NCCL)
+        self._failed: CollectiveFailure | None = None  # whoever waits again must not take what is there for the result
 
     def wait(self) -> None:
         """Blocks until the collective is done.
@@ -59,6 +61,8 @@ class Pending:
             CollectiveTimeout: not done within the transport's timeout.
             CollectiveFailure: failed otherwise.
         """
+        if self._failed is not None:
+            raise self._failed
         if self._work is None:
             return
         work, self._work = self._work, None
@@ -68,10 +72,12 @@ class Pending:
             # With NCCL, wait() orders streams and must not block the host; its watchdog owns the timeout.
             finished = work.wait() if self._streams else work.wait(transport.timeout)
         except RuntimeError as error:
-            raise transport.failure(self._what, error, time.perf_counter() - start) from error
+            self._failed = transport.failure(self._what, error, time.perf_counter() - start)
+            raise self._failed from error
         transport.ledger.waited(time.perf_counter() - start)
         if finished is False:
-            raise transport.failure(self._what, RuntimeError("timed out"), time.perf_counter() - start)
+            self._failed = transport.failure(self._what, RuntimeError("timed out"), time.perf_counter() - start)
+            raise self._failed
 
 
 class _Staged(Pending):
@@ -94,7 +100,11 @@ class _Staged(Pending):
         self._copy.wait()
         self._transport.ledger.waited(time.perf_counter() - start)
         self._copy = None
-        self._work = self._transport._issue(self._what, self._issue)
+        try:
+            self._work = self._transport._issue(self._what, self._issue)
+        except CollectiveFailure as error:
+            self._failed = error
+            raise
         return True
 
     def wait(self) -> None:
@@ -149,7 +159,7 @@ class Transport:
     def failure(self, what: str, error: Exception, seconds: float) -> CollectiveFailure:
         """Turns a backend's error into one that says who waited for what."""
         text = str(error)
-        late = "time" in text.lower() and "out" in text.lower()
+        late = re.search(r"timed?[ -]?out", text, re.IGNORECASE)
         where = f"rank {self.topology.rank} of {self.size}, {self.name}, step {self.step}, {what}"
         if late:
             return CollectiveTimeout(

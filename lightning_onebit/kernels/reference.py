@@ -167,17 +167,8 @@ class ReferenceKernels:
         """
         if not tensors:
             return torch.zeros(2, dtype=torch.float64)
-        norms = torch.stack([n.double() for n in torch._foreach_norm([t.detach() for t in tensors], 2, torch.float32)])
-        bad = ~torch.isfinite(norms)
-        squares = (norms * norms).sum()
-        # A finite tensor whose norm overflows fp32 is not an error of the gradient: look again, exactly, only then.
-        flags = [
-            (~torch.isfinite(t)).any() if b else torch.zeros((), dtype=torch.bool, device=t.device)
-            for t, b in zip(tensors, bad.tolist(), strict=True)
-        ]
-        if bool(bad.any()):
-            squares = torch.stack([t.double().square().sum() for t in tensors]).sum()
-        return torch.stack([squares, torch.stack(flags).sum().double()])
+        norms = torch.stack(torch._foreach_norm([t.detach() for t in tensors], 2, torch.float64))
+        return torch.stack([(norms * norms).sum(), (~torch.isfinite(norms)).sum().double()])
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Euclidean norm of each tensor, with fp64 sums.
