@@ -119,6 +119,7 @@ class AdamMoments(OnebitOptimizer):
     def _leave_compressed(self) -> None:
         r = self._flat.pop("r", None)
         if r is not None:
+            self._flat["m"].masked_fill_(r == 0, 0.0)  # noise that nothing has divided so far
             self._flat["v"] = self._second_moments(r, r)
         self._variance_steps = {}
 
@@ -161,12 +162,15 @@ class AdamMoments(OnebitOptimizer):
             yield from super()._saved_arenas()
             return
         # Under exp_avg_sq is what suits others (plain AdamW, a world of one rank): the floored moments. A plain Adam that went on
-        # with v = 0 under a momentum that holds compression noise would explode.
+        # with v = 0 under a momentum that holds compression noise would explode; where a whole tensor has none, m is 0 for them.
         r = self._flat["r"]
         for name, values in super()._saved_arenas():
             if name == "exp_avg_sq":
-                yield "exp_avg_sq" + EXACT, values
+                yield name + EXACT, values
                 yield name, self._settled(values.clone())
+            elif name == "exp_avg" and bool((noise := (r == 0) & (values != 0)).any()):
+                yield name + EXACT, values
+                yield name, values.masked_fill(noise, 0.0)
             else:
                 yield name, values
         yield "reciprocal_denominator", r
@@ -208,14 +212,22 @@ class AdamMoments(OnebitOptimizer):
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         self._variance_steps = {int(i): int(k) for i, k in books.get("variance_steps", {}).items()}
         self._load_arena(self._flat["v"], "exp_avg_sq" + EXACT, saved)
-        if not self.compresses:
-            # alone, v learns at every step from here on; where there were one-bit rounds, under a momentum that holds their noise
-            bare = phase is Phase.WARMUP or books.get("refreshing", False)
-            if bare and any("reciprocal_denominator" in state for state in saved.values()):
-                self._settled(self._flat["v"])
+        if self.compresses:
+            self._load_arena(self._flat["m"], "exp_avg" + EXACT, saved)
+        else:
+            if any("reciprocal_denominator" in state for state in saved.values()):
+                self._load_alone(saved, bare=phase is Phase.WARMUP or books.get("refreshing", False))
             self._variance_steps = {}
         super()._load_phase(phase, books, saved)
         self._load_frozen(saved)
+
+    def _load_alone(self, saved: dict[int, dict[str, Tensor]], *, bare: bool) -> None:
+        """Moments of one-bit rounds for a rank alone, whose v learns at every step from here on (``bare``: v as it is was saved)."""
+        if bare:
+            self._settled(self._flat["v"])
+        r = torch.ones_like(self._flat["m"])
+        self._load_arena(r, "reciprocal_denominator", saved)
+        self._flat["m"].masked_fill_(r == 0, 0.0)  # states of earlier releases hold it
 
     def _load_frozen(self, saved: dict[int, dict[str, Tensor]]) -> None:
         """Denominators and momentum as they were, where those made of ``exp_avg_sq`` and ``exp_avg`` are the same to rounding."""
@@ -230,7 +242,7 @@ class AdamMoments(OnebitOptimizer):
             self._load_arena(m, "preconditioned_momentum", saved)
             self._momentum = [bucket.slice(m) for bucket in self._buckets()]
             return
-        self._load_arena(m, "exp_avg", saved)
+        self._load_moment(m, "exp_avg", saved)
         self._flat["m"], self._momentum = m, []
         if self._phase is Phase.COMPRESSED:
             self._hold_momentum_by_bucket()
