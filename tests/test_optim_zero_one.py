@@ -14,6 +14,7 @@ import torch
 from optim_support import Problem, close, equal, joined, run_world, snapshot, sure, train
 
 from lightning_onebit.optim import Phase
+from lightning_onebit.optim.redistribute import Redistribution
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))
@@ -381,6 +382,60 @@ def test_residuals_of_before_the_freeze_are_converted_where_a_run_resumes_with_a
         assert phase == other == Phase.LOCAL
         assert ours["preconditioned"] and float(ours["tensors"]["worker_residual"].abs().max()) > 0
         assert equal(ours, theirs)
+
+
+# ----- the variance through other worlds -----------------------------------------------------------------------------------------
+
+
+def worlds_worker(group: Any, rank: int, world: int, saved: Any, first: int, last: int) -> Any:
+    """Steps of 0/1 Adam on gradients of changing size, with refreshes at 1, 2, 3, 5, 7, 11, ... and a freeze at 34 on two ranks."""
+    p = torch.nn.Parameter(torch.zeros(40) if saved is None else saved[0][0].clone())
+    optimizer = ZeroOneAdam(
+        [p], lr=1e-3, block_size=32, process_group=group, var_update_scaler=2, var_freeze_step=34, denominator_floor=0.0
+    )
+    if saved is not None:
+        optimizer.load_state_dict(saved[0][1])
+        parts = Redistribution(optimizer.residual_state_dict())
+        for part in saved:
+            parts.add(part[2])
+        optimizer.load_residual_state_dict(parts.result())
+    seen = []
+    for t in range(first, last):
+        p.grad = worlds_gradient(t, rank).float()
+        dense = optimizer.next_step_is_dense
+        optimizer.step()
+        v, state = optimizer._flat.get("v"), optimizer.state_dict()
+        seen.append((dense, optimizer._variance_steps.get(0, optimizer._t[0]), None if v is None else v[:40].clone()))
+    return p.detach().clone(), state, optimizer.residual_state_dict(), seen
+
+
+def worlds_gradient(t: int, rank: int) -> torch.Tensor:
+    noise = torch.rand(40, generator=torch.Generator().manual_seed(10 * t + rank), dtype=torch.float64)
+    return (1 + noise) * (1 + t % 5)
+
+
+def test_the_variance_and_its_updates_are_those_of_the_definition_on_two_ranks_one_and_two() -> None:
+    """Alone v learns at every step, so the first refresh after that stands for few steps; k is what v has had all the way."""
+    b2, v, k, learned, saved, kinds = 0.999, torch.zeros(40, dtype=torch.float64), 0, 0, None, []
+    for world, first, last in ((2, 0, 10), (1, 10, 30), (2, 30, 33), (1, 33, 36), (2, 36, 38)):
+        results = run_world(worlds_worker, world, saved, first, last)
+        if world == 1:  # as if v had been updated at every step
+            v, k = v * (1 - b2**first) / (1 - b2**k), first
+        for t, (dense, updates, ours) in zip(range(first, last), results[0][3], strict=True):
+            if dense:
+                g = torch.stack([worlds_gradient(t, rank) for rank in range(world)]).mean(dim=0)
+                gap = 1 if world == 1 else t + 1 - learned
+                v, k, learned = b2**gap * v + (1 - b2**gap) * g**2, k + gap, t + 1
+            kinds.append((world, dense))
+            assert updates == k, f"step {t + 1}"
+            if ours is not None:
+                torch.testing.assert_close(ours.double(), v, rtol=1e-5, atol=0.0, msg=f"step {t + 1}")
+        saved = results
+    assert set(kinds) == {(1, True), (2, True), (2, False)} and kinds[30:33] == [(2, True), (2, False), (2, False)]
+    state = saved[0][1]
+    assert state["onebit"]["phase"] == "local"
+    denominators = 1 / state["state"][0]["reciprocal_denominator"].double()
+    torch.testing.assert_close(denominators, (v / (1 - b2**k)).sqrt(), rtol=1e-5, atol=1e-7)
 
 
 # ----- when steps are compressed -------------------------------------------------------------------------------------------------

@@ -232,6 +232,8 @@ class Run:
         for p in self.params:
             index = next(i for i, known in enumerate(optimizer._params) if known is p)
             mine = {name: value.clone() for name, value in state.get(index, {}).items()}
+            for name in [name for name in mine if name.endswith("_exact")]:
+                mine[name.removesuffix("_exact")] = mine.pop(name)  # not the form for plain AdamW
             mine["weights"] = p.detach().clone()
             residual = optimizer._worker_residual
             if residual is not None and residual.numel() == plan.elements and index in optimizer._slot_of:

@@ -24,6 +24,8 @@ from lightning_onebit.optim.rules import (
 
 #: residuals spread evenly over +-s have a root mean square of ``s/sqrt(3)``: from ``sqrt(3)`` on every scale would be larger than the last
 LARGEST_SCALE_FACTOR = 1.7
+#: ends the name, in a checkpoint, of a moment as it is, where others (plain AdamW) are given it in a form that suits them
+EXACT = "_exact"
 
 
 class AdamMoments(OnebitOptimizer):
@@ -117,6 +119,7 @@ class AdamMoments(OnebitOptimizer):
     def _leave_compressed(self) -> None:
         r = self._flat.pop("r", None)
         if r is not None:
+            self._flat["m"].masked_fill_(r == 0, 0.0)  # noise that nothing has divided so far
             self._flat["v"] = self._second_moments(r, r)
         self._variance_steps = {}
 
@@ -155,19 +158,35 @@ class AdamMoments(OnebitOptimizer):
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
     def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:
-        yield from super()._saved_arenas()
         if "r" not in self._flat:
+            yield from super()._saved_arenas()
             return
+        # Under exp_avg_sq is what suits others (plain AdamW, a world of one rank): the floored moments. A plain Adam that went on
+        # with v = 0 under a momentum that holds compression noise would explode; where a whole tensor has none, m is 0 for them.
         r = self._flat["r"]
+        for name, values in super()._saved_arenas():
+            if name == "exp_avg_sq":
+                yield name + EXACT, values
+                yield name, self._settled(values.clone())
+            elif name == "exp_avg" and bool((noise := (r == 0) & (values != 0)).any()):
+                yield name + EXACT, values
+                yield name, values.masked_fill(noise, 0.0)
+            else:
+                yield name, values
         yield "reciprocal_denominator", r
         if self._preconditioned and "m" not in self._flat:
             # exact, where exp_avg is the same to rounding
             yield "preconditioned_momentum", self._exchanged_flat()
-        if "v" in self._flat:
-            return
-        # For others (plain AdamW, another world): the floored moments. A plain Adam that went on with v = 0 under a
-        # momentum that holds compression noise would explode.
-        yield "exp_avg_sq", self._second_moments(r, torch.zeros_like(r))
+        if "v" not in self._flat:
+            yield "exp_avg_sq", self._second_moments(r, torch.zeros_like(r))
+
+    def _settled(self, v: Tensor) -> Tensor:
+        """Second moments (flat over all blocks, in place) with the floor of their denominators in them, as if updated at every step."""
+        self._floored(v)
+        for slot, i in enumerate(self._slots):
+            if i in self._variance_steps:
+                self._part(v, slot).mul_(self._age(i))
+        return v
 
     def _second_moments(self, r: Tensor, out: Tensor, *, aged: bool = True) -> Tensor:
         """Moments of frozen denominators (flats over all blocks; may be the same), as if updated at every step.
@@ -192,15 +211,23 @@ class AdamMoments(OnebitOptimizer):
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         self._variance_steps = {int(i): int(k) for i, k in books.get("variance_steps", {}).items()}
-        if not self.compresses:
-            # alone, v learns at every step from here on
-            bare = phase is Phase.WARMUP or books.get("refreshing", False)
-            for i in self._slots:
-                if bare and i in self._variance_steps:
-                    self._moment("v", i).mul_(self._age(i))
+        self._load_arena(self._flat["v"], "exp_avg_sq" + EXACT, saved)
+        if self.compresses:
+            self._load_arena(self._flat["m"], "exp_avg" + EXACT, saved)
+        else:
+            if any("reciprocal_denominator" in state for state in saved.values()):
+                self._load_alone(saved, bare=phase is Phase.WARMUP or books.get("refreshing", False))
             self._variance_steps = {}
         super()._load_phase(phase, books, saved)
         self._load_frozen(saved)
+
+    def _load_alone(self, saved: dict[int, dict[str, Tensor]], *, bare: bool) -> None:
+        """Moments of one-bit rounds for a rank alone, whose v learns at every step from here on (``bare``: v as it is was saved)."""
+        if bare:
+            self._settled(self._flat["v"])
+        r = torch.ones_like(self._flat["m"])
+        self._load_arena(r, "reciprocal_denominator", saved)
+        self._flat["m"].masked_fill_(r == 0, 0.0)  # states of earlier releases hold it
 
     def _load_frozen(self, saved: dict[int, dict[str, Tensor]]) -> None:
         """Denominators and momentum as they were, where those made of ``exp_avg_sq`` and ``exp_avg`` are the same to rounding."""
@@ -215,10 +242,15 @@ class AdamMoments(OnebitOptimizer):
             self._load_arena(m, "preconditioned_momentum", saved)
             self._momentum = [bucket.slice(m) for bucket in self._buckets()]
             return
-        self._load_arena(m, "exp_avg", saved)
+        self._load_moment(m, "exp_avg", saved)
         self._flat["m"], self._momentum = m, []
         if self._phase is Phase.COMPRESSED:
             self._hold_momentum_by_bucket()
+
+    def _load_moment(self, flat: Tensor, key: str, saved: dict[int, dict[str, Tensor]]) -> None:
+        """A moment into a flat over all blocks: as it was, where what others are given under ``key`` is another."""
+        self._load_arena(flat, key, saved)
+        self._load_arena(flat, key + EXACT, saved)
 
     def _load_arena(self, flat: Tensor, key: str, saved: dict[int, dict[str, Tensor]]) -> None:
         """Copies per-parameter tensors of a checkpoint, where there are any, into a flat over all blocks."""

@@ -59,6 +59,10 @@ class VariancePolicy:
         self.risen += rises
         self.done += not rises
 
+    def note(self, step: int, lr: float) -> None:
+        """Says that v has learned in ``step``, at learning rate ``lr``, without a round that the schedule counts (one rank alone)."""
+        self.last_step, self.lr = step, lr
+
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
         return asdict(self)

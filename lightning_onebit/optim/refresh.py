@@ -205,7 +205,7 @@ class RefreshingAdam(AdamMoments):
             return
         for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
             self._flat[name] = torch.zeros_like(self._flat["r"])
-            self._load_arena(self._flat[name], key, saved)
+            self._load_moment(self._flat[name], key, saved)
         self._momentum = []
 
     def _load_shrinking(self, saved: dict[str, Any] | None, refreshing: bool) -> None:

@@ -343,6 +343,8 @@ class ZeroOneAdam(RefreshingAdam):
     def _step_dense(self, active: list[int]) -> None:
         if not self.compresses:
             super()._step_dense(active)
+            # alone, v learns at every step: the next refresh among several ranks stands for the steps after this one
+            self.variance_policy.note(self._steps + 1, self._schedule_lr())
             return
         step = self._steps + 1
         planned = [i for i in active if i in self._slot_of]
