@@ -83,6 +83,8 @@ class OnebitOptimizer(StatefulOptimizer):
         self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
     ) -> None:
         super().__init__(params, defaults, options, settings or {})
+        # what a block is sent with, in units of its root mean square
+        self._scale_factor: float = self.settings.get("scale_factor", 1.0)
         # facts of the running step
         self._present: list[bool] | None = None
         self._verdict: Control | None = None
@@ -662,7 +664,7 @@ class OnebitOptimizer(StatefulOptimizer):
             e=residual,
             out=out,
             r=r,
-            scale_factor=self.settings["scale_factor"],
+            scale_factor=self._scale_factor,
         )
         return out.raw
 
@@ -672,7 +674,7 @@ class OnebitOptimizer(StatefulOptimizer):
         rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
         out = self._payload(bucket, 1)
         lengths, residual = self._lookups.server.get(bucket.index) or self._server_side(bucket)
-        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes, self.settings["scale_factor"])
+        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes, self._scale_factor)
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
