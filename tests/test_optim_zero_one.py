@@ -94,6 +94,12 @@ CASES = {
     "learning rate": problem(options=BY_LR, lrs=HALVED),
     "as published": problem(options={**SCHEDULE, **PUBLISHED}),
     "all refreshes count": problem(options={**SCHEDULE, "var_rise_steps": 0}),
+    # first gradients in a refresh after the first one-bit round, and in a one-bit round
+    "tensors that come late": problem(
+        lrs=None,
+        missing=frozenset({*((t, -1, 0) for t in range(6)), *((t, -1, 4) for t in range(5))}),
+        options={**SCHEDULE, "bucket_mb": 16.0},
+    ),
     "preconditioned from the start": problem(options={**SCHEDULE, "preconditioned": True}),
     "an average of refreshes, preconditioned, no bias correction": problem(
         options={**SCHEDULE, "var_decay": "refresh", "preconditioned": True, "bias_correction": False}

@@ -401,7 +401,7 @@ class ZeroOneAdam(RefreshingAdam):
         if "r" not in self._flat:
             self._flat["r"] = torch.zeros_like(self._flat["v"])
             for i in self._slots:
-                self._variance_steps.setdefault(i, max(1, self._t[i]))
+                self._variance_steps.setdefault(i, self._t[i])
             self._invert(self._flat["v"], self._flat["r"])
         self._allocate_residuals()
 
