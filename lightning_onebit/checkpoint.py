@@ -378,9 +378,12 @@ def _states_for(
     mine = [{k: v for k, v in optimizer.residual_state_dict().items() if k != "tensors"} for optimizer in optimizers]
     if stamp.world_size == mine[0]["world_size"]:
         states = _checked(read_shard(checkpoint_path, stamp, rank), len(mine))
-        if all({**state, "tensors": 0} == {**own, "tensors": 0} for state, own in zip(states, mine, strict=True)):
+        if all(map(_fits, states, mine, optimizers)):
             return states, None
-    parts = [Redistribution(own) for own in mine]
+    parts = [
+        Redistribution(own, converts=optimizer.converts_residuals)
+        for own, optimizer in zip(mine, optimizers, strict=True)
+    ]
     nodes = 1
     for other in range(stamp.world_size):
         states = _checked(read_shard(checkpoint_path, stamp, other), len(mine))
@@ -393,6 +396,12 @@ def _states_for(
         "server residuals are cut anew, worker residuals (BinSGDM: momenta and magnitudes) are averaged over ranks"
         + ("; steps that ranks had made alone since the last synchronisation are dropped" if dropped else "")
     )
+
+
+def _fits(state: dict[str, Any], own: dict[str, Any], optimizer: OnebitOptimizer) -> bool:
+    """Whether an optimizer that describes itself as ``own`` can load this state as it is."""
+    free = {"tensors": 0, **({"preconditioned": False} if optimizer.converts_residuals else {})}
+    return {**state, **free} == {**own, **free}
 
 
 def _checked(states: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:

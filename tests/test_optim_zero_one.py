@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import pytest
 import torch
 from optim_support import Problem, close, equal, joined, run_world, snapshot, sure, train
 
+from lightning_onebit.checkpoint import Stamp, restore_residuals, write_shard
 from lightning_onebit.optim import Phase
 from lightning_onebit.optim.redistribute import Redistribution
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
@@ -94,6 +96,12 @@ CASES = {
     "learning rate": problem(options=BY_LR, lrs=HALVED),
     "as published": problem(options={**SCHEDULE, **PUBLISHED}),
     "all refreshes count": problem(options={**SCHEDULE, "var_rise_steps": 0}),
+    # first gradients in a refresh after the first one-bit round, and in a one-bit round
+    "tensors that come late": problem(
+        lrs=None,
+        missing=frozenset({*((t, -1, 0) for t in range(6)), *((t, -1, 4) for t in range(5))}),
+        options={**SCHEDULE, "bucket_mb": 16.0},
+    ),
     "preconditioned from the start": problem(options={**SCHEDULE, "preconditioned": True}),
     "an average of refreshes, preconditioned, no bias correction": problem(
         options={**SCHEDULE, "var_decay": "refresh", "preconditioned": True, "bias_correction": False}
@@ -355,7 +363,10 @@ def test_a_step_alone_is_synchronised_before_a_refresh_that_another_interval_mak
         assert local or equal(ours, theirs)
 
 
-def test_residuals_of_before_the_freeze_are_converted_where_a_run_resumes_with_an_earlier_one() -> None:
+@pytest.mark.parametrize("through", ["state", "shards"])
+def test_residuals_of_before_the_freeze_are_converted_where_a_run_resumes_with_an_earlier_one(
+    through: str, tmp_path: Path
+) -> None:
     """A run that freezes after 8 steps, and one that would have frozen later, saved after 8 and continued as the first."""
     made = problem(lrs=None)
 
@@ -367,7 +378,12 @@ def test_residuals_of_before_the_freeze_are_converted_where_a_run_resumes_with_a
             optimizer.step()
         other = made.build(params, process_group=group)
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        other.load_residual_state_dict(copy.deepcopy(optimizer.residual_state_dict()))
+        if through == "state":
+            other.load_residual_state_dict(copy.deepcopy(optimizer.residual_state_dict()))
+        else:  # as the strategies do it
+            path, stamp = str(tmp_path / "x.ckpt"), Stamp("0" * 32, world, True)
+            write_shard(path, stamp, rank, [optimizer.residual_state_dict()])
+            assert restore_residuals(path, stamp, optimizer._transport, [other], torch.device("cpu")) is None
         return other.phase, other.residual_state_dict()
 
     def whole(group: Any, rank: int, world: int) -> Any:
@@ -382,6 +398,44 @@ def test_residuals_of_before_the_freeze_are_converted_where_a_run_resumes_with_a
         assert phase == other == Phase.LOCAL
         assert ours["preconditioned"] and float(ours["tensors"]["worker_residual"].abs().max()) > 0
         assert equal(ours, theirs)
+
+
+@pytest.mark.parametrize("freeze", [8, 10])
+def test_residuals_that_wait_with_one_rank_alone_are_converted_when_the_variance_freezes(freeze: int) -> None:
+    """On loading, for the freeze is over by then, or two steps later; redistributed from two ranks, which would have frozen later."""
+    made = problem(lrs=None)
+    saved = run_world(saved_early, 2, made)
+    params = made.parameters()
+    optimizer = made.build(params, var_freeze_step=freeze)
+    optimizer.load_state_dict(copy.deepcopy(saved[0][0]))
+    parts = Redistribution(optimizer.residual_state_dict(), converts=optimizer.converts_residuals)
+    for _, part in saved:
+        parts.add(part)
+    waiting = parts.result()
+    assert not waiting.get("preconditioned", False)
+    owed = {name: tensor.clone() for name, tensor in waiting["tensors"].items()}
+    optimizer.load_residual_state_dict(waiting)
+    for t in range(8, freeze):
+        assert equal(optimizer.residual_state_dict()["tensors"], owed)
+        made.put(params, t, 0)
+        optimizer.step()
+    assert optimizer.phase is Phase.LOCAL and optimizer.residual_state_dict()["preconditioned"]
+    for i, state in optimizer.state_dict()["state"].items():
+        v, slot = state["exp_avg_sq"].flatten(), optimizer._slot_of[i]
+        above = v > 0.05 * v.mean()  # the floor
+        D = (v / (1 - 0.999**freeze)).sqrt() + 1e-8
+        for name, tensor in optimizer.residual_state_dict()["tensors"].items():
+            before, after = optimizer._part(owed[name], slot), optimizer._part(tensor, slot)
+            assert params[i].numel() <= 1 or float(before[above].abs().max()) > 0
+            torch.testing.assert_close(after[above] * D[above], before[above], rtol=1e-4, atol=1e-9)
+
+
+def saved_early(group: Any, rank: int, world: int, made: Problem) -> Any:
+    optimizer = made.build(params := made.parameters(), process_group=group, var_freeze_step=20)
+    for t in range(8):
+        made.put(params, t, rank)
+        optimizer.step()
+    return optimizer.state_dict(), optimizer.residual_state_dict()
 
 
 # ----- the variance through other worlds -----------------------------------------------------------------------------------------

@@ -153,7 +153,7 @@ class AdamMoments(OnebitOptimizer):
         """``1 - b2**k`` with k the updates that v has had, or 1 without bias correction."""
         if not self.settings["bias_correction"]:
             return 1.0
-        return 1.0 - self._group(index)["betas"][1] ** max(1, self._variance_steps[index])
+        return 1.0 - self._group(index)["betas"][1] ** max(1, self._variance_steps.get(index, self._t[index]))
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,11 @@ class StatefulOptimizer(ArenaOptimizer):
         """fp32 master weights that all ranks share."""
         return self._masters[index]
 
+    @property
+    def converts_residuals(self) -> bool:
+        """Whether residuals saved with ``preconditioned=False`` are converted on loading (0/1 Adam) where others would be refused."""
+        return False
+
     def residual_state_dict(self) -> dict[str, Any]:
         """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other local state.
 

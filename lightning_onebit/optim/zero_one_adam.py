@@ -307,21 +307,23 @@ class ZeroOneAdam(RefreshingAdam):
         return True  # refreshes, and steps at lr = 0
 
     def _freeze_now(self) -> None:
-        converts = not self._preconditioned and self.settings["preconditioned"] == "auto"
-        converts = converts and self.compresses and self._plan is not None
-        if converts:
+        converts = not self._preconditioned and self.settings["preconditioned"] == "auto" and self._plan is not None
+        if converts and self.compresses:
             self._hold_momentum_flat()  # in the units in which it has travelled so far
         self._phase = Phase.LOCAL
         self._decision = None
         self.sync_policy.start(self._steps, self._schedule_lr())
         if self.compresses and self._plan is not None:
             self._start_compression()
-        if converts:
+        if converts and self._worker_residual is not None:
             self._precondition_residuals()
 
     def _precondition_residuals(self) -> None:
         """From updates before they are divided by their denominators to changes of weights."""
-        r = self._flat["r"]
+        r = self._flat.get("r")
+        if r is None:  # alone, for later
+            r = torch.zeros_like(self._flat["v"])
+            self._invert(self._flat["v"], r)
         for bucket in self._buckets():
             parts = (
                 (self._residual_of(bucket), self._shard_blocks),
@@ -401,7 +403,7 @@ class ZeroOneAdam(RefreshingAdam):
         if "r" not in self._flat:
             self._flat["r"] = torch.zeros_like(self._flat["v"])
             for i in self._slots:
-                self._variance_steps.setdefault(i, max(1, self._t[i]))
+                self._variance_steps.setdefault(i, self._t[i])
             self._invert(self._flat["v"], self._flat["r"])
         self._allocate_residuals()
 
@@ -612,14 +614,15 @@ class ZeroOneAdam(RefreshingAdam):
         self._hidden = {}
         super().load_state_dict(state_dict)
 
+    @property
+    def converts_residuals(self) -> bool:
+        """See the base: with ``preconditioned="auto"`` once steps are compressed."""
+        return self.settings["preconditioned"] == "auto" and self._preconditioned
+
     @torch.no_grad()
     def load_residual_state_dict(self, state: dict[str, Any]) -> None:
         """See the base; residuals of before the freeze are converted where this run has frozen at that very step."""
-        converts = (
-            self.settings["preconditioned"] == "auto"
-            and self._preconditioned
-            and not state.get("preconditioned", False)
-        )
+        converts = self.converts_residuals and not state.get("preconditioned", False)
         super().load_residual_state_dict({**state, "preconditioned": True} if converts else state)
         if converts and self._worker_residual is not None:
             self._precondition_residuals()
