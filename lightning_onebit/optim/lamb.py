@@ -235,8 +235,9 @@ class OnebitLamb(CompressingAdam):
 
     # ----- warm-up ----------------------------------------------------------------------------------------------------
 
-    def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
-        super()._layout(kept)
+    def _layout_dense(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        super()._layout_dense(kept)
+        # here, for compress=False groups may join after the freeze, when nothing else is laid out anew
         for name, value in _SCALARS.items():
             scalars = torch.full((len(self._params),), value, dtype=torch.float64, device=self._device)
             known = self._scalars.get(name)
