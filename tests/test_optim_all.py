@@ -293,6 +293,44 @@ def test_a_dense_group_is_stepped_on_averaged_gradients_by_the_uncompressed_rule
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def newcomer_worker(group: Any, rank: int, world: int, algorithm: str, joins: int | None, compress: bool) -> Any:
+    """What a ``compress=False`` parameter goes through while another one joins before step ``joins``, and whether that one moves."""
+    same = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(40, generator=same)) for _ in range(3)]
+    groups: Any = [{"params": params[:1]}, {"params": params[1:2], "compress": False}]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
+    optimizer = CLASSES[algorithm](groups, process_group=group, **options)
+    trajectory, start = [], params[2].detach().clone()
+    for t in range(12):
+        if t == joins:
+            optimizer.add_param_group({"params": params[2:], "compress": compress})
+        for k, p in enumerate(params):
+            p.grad = torch.randn(40, generator=torch.Generator().manual_seed(1000 * t + 10 * k + rank))
+        optimizer.step()
+        trajectory.append(params[1].detach().clone())
+    return trajectory, equal(start, params[2].detach())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "joins", "compress"),
+    [
+        *((algorithm, joins, False) for algorithm in ALGORITHMS for joins in (2, 8)),
+        # between one-bit rounds
+        ("zero_one_adam", 4, True),
+        ("binsgdm", 4, True),
+    ],
+)
+def test_a_dense_group_keeps_its_state_when_another_parameter_joins(
+    algorithm: str, joins: int, compress: bool
+) -> None:
+    usual = run_world(newcomer_worker, 2, algorithm, None, False)
+    for (expected, waits), (trajectory, stays) in zip(
+        usual, run_world(newcomer_worker, 2, algorithm, joins, compress), strict=True
+    ):
+        assert equal(trajectory, expected)
+        assert waits and not stays
+
+
 def test_a_single_process_of_zero_one_adam_is_adamw() -> None:
     made = problem("zero_one_adam")
     params, others = made.parameters(), made.parameters()

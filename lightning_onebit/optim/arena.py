@@ -394,7 +394,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
                     self._moment(name, i).copy_(value)
 
     def _state_of(self, index: int) -> dict[str, Tensor]:
-        names = self._flat if self._takes_new_parameters() else self._dense_state.get(index, {})
+        names = self._dense_state.get(index, self._flat if self._takes_new_parameters() else {})
         state = {name: self._moment(name, index).clone() for name in names}
         if index in self._masters:
             state["master"] = self._masters[index]
