@@ -320,9 +320,7 @@ def newcomer_worker(group: Any, rank: int, world: int, algorithm: str, joins: in
         ("binsgdm", 4, True),
     ],
 )
-def test_a_dense_group_keeps_its_state_when_another_parameter_joins(
-    algorithm: str, joins: int, compress: bool
-) -> None:
+def test_a_dense_group_keeps_its_state_when_another_parameter_joins(algorithm: str, joins: int, compress: bool) -> None:
     usual = run_world(newcomer_worker, 2, algorithm, None, False)
     for (expected, waits), (trajectory, stays) in zip(
         usual, run_world(newcomer_worker, 2, algorithm, joins, compress), strict=True
@@ -758,6 +756,137 @@ def test_where_no_skip_is_allowed_the_first_bad_gradient_is_an_error_on_all_rank
         for result in run_world(no_skip_worker, world, algorithm, 0, bad_at):
             assert "max_consecutive_skips=0" in result["said"] and f"step {bad_at % 100 + 1}:" in result["said"]
             assert result["steps"] <= bad_at % 100 + 1
+
+
+def backward(params: list[torch.nn.Parameter], t: int, rank: int, skip: tuple[int, ...] = ()) -> None:
+    """Gradients of step t by autograd."""
+    draws = [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(97 * t + 7 * rank + k))
+        for k, p in enumerate(params)
+    ]
+    torch.stack(
+        [(p * d).sum() for k, (p, d) in enumerate(zip(params, draws, strict=True)) if k not in skip]
+    ).sum().backward()
+
+
+def returning_worker(group: Any, rank: int, world: int, algorithm: str, how: str, at: int, last: int) -> list[Any]:
+    """Six steps from a checkpoint after ``at``: of the optimizer that had begun step ``last``, and of one that begins with it."""
+    params = [torch.nn.Parameter(torch.full((40,), 0.5)) for _ in range(3)]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32, "bucket_mb": 0.0001}
+    if how == "overlap":
+        options["overlap"] = "backward"
+    make: Any = CLASSES[algorithm]
+    optimizer = make(params, process_group=group, **options)
+
+    def step(t: int) -> None:
+        optimizer.zero_grad()
+        if how != "clip":
+            optimizer.begin_backward()
+        backward(params, t, rank)
+        if how == "clip":
+            optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+
+    file = b""
+    for t in range(last):
+        if t == at:
+            file = saved(optimizer, params)
+        step(t)
+    optimizer.zero_grad()
+    if how != "clip":
+        optimizer.begin_backward()
+    backward(params, last, rank, skip=(1,) if rank == 0 else ())
+    if how == "clip":
+        optimizer.clip_grad_norm_(1e9)
+    results = []
+    for fresh in (False, True):
+        if fresh:
+            optimizer.release_communication()
+            optimizer = make(params, process_group=group, **options)
+        state = torch.load(io.BytesIO(file), weights_only=True)
+        with torch.no_grad():
+            for p, x in zip(params, state["x"], strict=True):
+                p.copy_(x)
+        optimizer.load_state_dict(state["o"])
+        optimizer.load_residual_state_dict(state["r"])
+        for t in range(at, at + 6):
+            step(t)
+        results.append(snapshot(optimizer, params))
+    return results
+
+
+@pytest.mark.parametrize(("at", "last"), [(1, 8), (3, 4), (7, 11)])
+@pytest.mark.parametrize(
+    ("algorithm", "how"),
+    [
+        *((algorithm, how) for algorithm in ALGORITHMS for how in ("clip", "begin")),
+        ("onebit_adam", "overlap"),
+        ("onebit_lamb", "overlap"),
+    ],
+)
+def test_a_checkpoint_that_is_loaded_in_the_middle_of_a_step_is_all_that_counts(
+    algorithm: str, how: str, at: int, last: int
+) -> None:
+    """What that step had decided, and what its backward has sent, is forgotten; a gradient is missing on one rank."""
+    for used, fresh in run_world(returning_worker, 2, algorithm, how, at, last):
+        assert equal(used, fresh)
+
+
+def skip_worker(group: Any, rank: int, world: int, algorithm: str, how: str) -> Any:
+    params = [torch.nn.Parameter(torch.full((40,), 0.5)) for _ in range(3)]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32, "bucket_mb": 0.0001, "timeout": 20.0}
+    optimizer: Any = CLASSES[algorithm](params, process_group=group, **options)
+    for t in range(8):
+        if t in (2, 5):
+            before = snapshot(optimizer, params)
+            optimizer.zero_grad()
+            if how != "unannounced":
+                optimizer.begin_backward()
+                backward(params, 50 + t, rank, skip=(1,) if how == "missing" and rank == 0 else ())
+            optimizer.skip_step()
+            after = snapshot(optimizer, params)
+            assert equal(
+                [before["x"], before["state"], before["residuals"]], [after["x"], after["state"], after["residuals"]]
+            )
+        optimizer.zero_grad()
+        if how == "accumulated":
+            optimizer.begin_backward(False)
+            backward(params, 20 + t, rank)
+            optimizer.begin_backward()
+        backward(params, t, rank)
+        optimizer.step()
+    assert optimizer.skipped_steps == 2
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_step_that_is_skipped_after_its_backward_leaves_nothing_behind(algorithm: str) -> None:
+    """The gradients that an overlapped average has begun to send are nobody's, where one is missing on a rank too."""
+    announced, missing, unannounced = (
+        run_world(skip_worker, 2, algorithm, how) for how in ("announced", "missing", "unannounced")
+    )
+    assert equal(announced, unannounced) and equal(missing, unannounced)
+    first, second = run_world(skip_worker, 2, algorithm, "accumulated")
+    assert equal(first, second)
+
+
+def early_skip_worker(group: Any, rank: int, world: int) -> str:
+    params = [torch.nn.Parameter(torch.ones(40))]
+    optimizer = CLASSES["onebit_adam"](params, freeze_step=2, process_group=group, overlap="backward")  # type: ignore[call-arg]
+    for t in range(3):
+        optimizer.begin_backward()
+        backward(params, t, rank)
+        if t == 2:
+            with pytest.raises(RuntimeError) as caught:
+                optimizer.skip_step()
+            return str(caught.value)
+        optimizer.step()
+    return ""
+
+
+def test_what_backward_has_sent_cannot_be_skipped() -> None:
+    for said in run_world(early_skip_worker, 2):
+        assert "step 3" in said and "use overlap='step'" in said
 
 
 def thaw_worker(group: Any, rank: int, world: int, algorithm: str) -> dict[str, Any]:

@@ -148,6 +148,11 @@ class Reducer:
         """Bytes of all gradients in their own dtype (what a dense all-reduce moves once)."""
         return sum(p.numel() * p.element_size() for p in self.params)
 
+    @property
+    def armed(self) -> bool:
+        """Whether a backward has been announced whose gradients nobody has asked for yet; alike on all ranks."""
+        return self._armed
+
     def arm(self) -> None:
         """Call before the backward whose gradients are to be averaged; forgotten launches of a broken step are drained."""
         self._drain()

@@ -146,7 +146,9 @@ class StatefulOptimizer(ArenaOptimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads ``state_dict()``, or the state of a plain ``torch.optim.Adam`` / ``AdamW``.
 
-        The latter continues in the warm-up. Residuals start from zero unless ``load_residual_state_dict`` follows.
+        The latter continues in the warm-up. Residuals start from zero unless ``load_residual_state_dict`` follows. A step that
+        has begun is forgotten: gradients that were loaded before count for nothing. No collective, unless ``begin_backward()``
+        has begun to send gradients.
 
         Raises:
             ValueError: groups do not match, another algorithm's state, or a newer version of the format.
@@ -166,6 +168,7 @@ class StatefulOptimizer(ArenaOptimizer):
                     f"optimizer state of {books['algorithm']!r} cannot be loaded into {self.algorithm!r}; "
                     "keep the algorithm, or load the weights only"
                 )
+        self._abandon_step()
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group, mine in zip(self.param_groups, ours, strict=True):
@@ -200,6 +203,10 @@ class StatefulOptimizer(ArenaOptimizer):
         self._load_phase(Phase(books["phase"]) if books else Phase.WARMUP, books or {}, saved)
         if self._transport is not None:
             self._transport.step = self._steps + 1
+
+    def _abandon_step(self) -> None:
+        """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
+        raise AssertionError("abstract")
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         """Puts the optimizer into the phase of a checkpoint, after m and v are in their arenas."""
