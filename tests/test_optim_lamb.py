@@ -621,6 +621,24 @@ def test_parameters_without_elements_are_legal_anywhere(shapes: tuple[tuple[int,
     assert all((p < 1).all() for p in params) and optimizer.steps == 4
 
 
+def frozen_backbone(group: Any, rank: int, world: int, trust_ratio: str) -> torch.Tensor:
+    backbone = torch.nn.Parameter(torch.ones(40), requires_grad=False)
+    head = torch.nn.Parameter(torch.ones(40))
+    groups: Any = [{"params": [backbone]}, {"params": [head], "compress": False}]
+    optimizer = OnebitLamb(groups, lr=0.01, freeze_step=2, trust_ratio=trust_ratio, process_group=group)
+    for _ in range(6):
+        head.grad = torch.full((40,), rank + 1.0)
+        optimizer.step()
+    assert optimizer.ledger.compressed_steps == 4
+    return head.detach()
+
+
+@pytest.mark.parametrize("trust_ratio", ["followed", "frozen"])
+def test_a_run_in_which_no_compressed_parameter_is_trainable_is_legal(trust_ratio: str) -> None:
+    first, second = run_world(frozen_backbone, 2, trust_ratio)
+    assert equal(first, second) and first.max() < 1
+
+
 # ----- options -------------------------------------------------------------------------------------------------------------------
 
 

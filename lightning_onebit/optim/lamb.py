@@ -365,7 +365,7 @@ class OnebitLamb(CompressingAdam):
             index = upload([i for i in self._slots if self._active[i]], self._device, torch.int64)
             self._scalars["last_coeff"][index] = self._scalars["coefficient"][index]
             self._ratio_steps += 1
-            if self._measuring:
+            if self._measuring and self._slots:
                 self._follow()
         elif self._partials:
             self._step_corrected()
