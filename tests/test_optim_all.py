@@ -889,6 +889,59 @@ def test_what_backward_has_sent_cannot_be_skipped() -> None:
         assert "step 3" in said and "use overlap='step'" in said
 
 
+def pausing_worker(group: Any, rank: int, world: int, algorithm: str, dtype: torch.dtype, cut: str) -> dict[str, Any]:
+    """Of three tensors one trains all the time, one pauses from step 5 to 9, one does so and has had no gradient before."""
+    algorithm, rule = RULES[algorithm]
+    options: Any = {"lr": 0.01, "block_size": 32, **CROSSING[algorithm], **rule}
+
+    def make(state: list[Tensor] | None = None) -> Any:
+        same = torch.Generator().manual_seed(0)
+        params = [
+            torch.nn.Parameter(torch.randn(40, generator=same).to(dtype)) for _ in range(2 if cut == "older" else 3)
+        ]
+        for p, x in zip(params, state or [], strict=False):
+            p.data.copy_(x)
+        return params, CLASSES[algorithm](params, process_group=group, **options)
+
+    params, optimizer = make()
+    for t in range(12):
+        if cut and t == 7:
+            file = torch.load(io.BytesIO(saved(optimizer, params)), weights_only=True)
+            optimizer.release_communication()
+            params, optimizer = make(file["x"])
+            for p in params[1:]:
+                p.requires_grad_(False)
+            if cut == "older":
+                del file["o"]["onebit"]["known"]
+            optimizer.load_state_dict(file["o"])
+            optimizer.load_residual_state_dict(file["r"])
+        for k, p in enumerate(params):
+            p.requires_grad_(k == 0 or not 5 <= t < 9)
+            has = p.requires_grad and (k < 2 or t >= 9)
+            p.grad = _draw(t, k, rank).to(dtype) if has else None
+        optimizer.step()
+    return snapshot(optimizer, params)
+
+
+def _draw(t: int, k: int, rank: int) -> Tensor:
+    return torch.randn(40, generator=torch.Generator().manual_seed(1000 * t + 10 * k + rank))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", RULES)
+def test_a_parameter_that_is_not_trainable_while_a_checkpoint_is_loaded_keeps_its_state(
+    algorithm: str, dtype: torch.dtype
+) -> None:
+    """Its moments, count and master, and its place in the plan; also if it had no gradient yet (older checkpoints do not list those)."""
+    through, resumed = (run_world(pausing_worker, 2, algorithm, dtype, cut) for cut in ("", "now"))
+    for a, b in zip(through, resumed, strict=True):
+        assert equal(a, b) and set(a["state"]) == {0, 1, 2}
+    for a, b in zip(resumed, run_world(pausing_worker, 2, algorithm, dtype, "older"), strict=True):
+        if algorithm == "onebit_adam":
+            assert equal(a["x"][:2], b["x"])
+        assert set(b["state"]) == {0, 1} and equal(a["state"][1]["step"], b["state"][1]["step"])
+
+
 def thaw_worker(group: Any, rank: int, world: int, algorithm: str) -> dict[str, Any]:
     """An optimizer before and after ``thaw()``, and after one more step, which is AdamW's or LAMB's own."""
     params = [torch.nn.Parameter(torch.ones(5, 9)), torch.nn.Parameter(torch.ones(70))]

@@ -140,6 +140,8 @@ class StatefulOptimizer(ArenaOptimizer):
             "skipped": self._skipped,
             "skips_in_a_row": self._skips_in_a_row,
             "ledger": self.ledger.as_dict(),
+            # the state of one that has never had a gradient is not saved, but blocks are dealt to it
+            "known": self._known(),
         }
 
     @torch.no_grad()
@@ -168,6 +170,8 @@ class StatefulOptimizer(ArenaOptimizer):
                     f"optimizer state of {books['algorithm']!r} cannot be loaded into {self.algorithm!r}; "
                     "keep the algorithm, or load the weights only"
                 )
+        order = [i for g in state_dict["param_groups"] for i in g["params"]]
+        saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
         self._abandon_step()
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -180,10 +184,11 @@ class StatefulOptimizer(ArenaOptimizer):
         self._phase = Phase.WARMUP
         self._momentum, self._flat, self._plan = [], {}, None
         self._worker_residual = self._server_residual = None
+        self._params = [p for group in self.param_groups for p in group["params"]]
         self._t = [0] * len(self._params)
+        # what the checkpoint knows is laid out, trainable now or not; _index() deals it to the plan and the dense groups
+        self._slots, self._dense = sorted({*saved, *(books or {}).get("known", ())}), []
         self._build(connect=False)
-        order = [i for g in state_dict["param_groups"] for i in g["params"]]
-        saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
         steps = [int(s["step"]) for s in saved.values()]
         self._steps = books["steps"] if books else max(steps, default=0)
         self._skipped = books["skipped"] if books else 0
