@@ -293,6 +293,10 @@ def test_a_dense_group_is_stepped_on_averaged_gradients_by_the_uncompressed_rule
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def _draw(t: int, k: int, rank: int) -> Tensor:
+    return torch.randn(40, generator=torch.Generator().manual_seed(1000 * t + 10 * k + rank))
+
+
 def newcomer_worker(group: Any, rank: int, world: int, algorithm: str, joins: int | None, compress: bool) -> Any:
     """What a ``compress=False`` parameter goes through while another one joins before step ``joins``, and whether that one moves."""
     same = torch.Generator().manual_seed(0)
@@ -305,7 +309,7 @@ def newcomer_worker(group: Any, rank: int, world: int, algorithm: str, joins: in
         if t == joins:
             optimizer.add_param_group({"params": params[2:], "compress": compress})
         for k, p in enumerate(params):
-            p.grad = torch.randn(40, generator=torch.Generator().manual_seed(1000 * t + 10 * k + rank))
+            p.grad = _draw(t, k, rank)
         optimizer.step()
         trajectory.append(params[1].detach().clone())
     return trajectory, equal(start, params[2].detach())
@@ -327,6 +331,33 @@ def test_a_dense_group_keeps_its_state_when_another_parameter_joins(algorithm: s
     ):
         assert equal(trajectory, expected)
         assert waits and not stays
+
+
+def moving_worker(group: Any, rank: int, world: int, algorithm: str, late: bool) -> dict[str, Any]:
+    """A dense group joins after the freeze, before or after the ranks are arranged as two nodes."""
+    same = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(40, generator=same)) for _ in range(3)]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
+    optimizer = CLASSES[algorithm](params[:2], **options)  # type: ignore[arg-type]
+    optimizer.configure_communication(group)
+    for t in range(12):
+        if t == 9:
+            if not late:
+                optimizer.add_param_group({"params": params[2:], "compress": False})
+            optimizer.release_communication()
+            optimizer.configure_communication(group, ranks_per_node=2)
+            if late:
+                optimizer.add_param_group({"params": params[2:], "compress": False})
+        for k, p in enumerate(params):
+            p.grad = _draw(t, k, rank)
+        optimizer.step()
+    return snapshot(optimizer, params)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_dense_group_may_join_while_the_ranks_are_arranged_anew(algorithm: str) -> None:
+    before, after = (run_world(moving_worker, 4, algorithm, late) for late in (False, True))
+    assert equal(before, after) and set(after[0]["state"]) == {0, 1, 2}
 
 
 def test_a_single_process_of_zero_one_adam_is_adamw() -> None:
@@ -921,10 +952,6 @@ def pausing_worker(group: Any, rank: int, world: int, algorithm: str, dtype: tor
             p.grad = _draw(t, k, rank).to(dtype) if has else None
         optimizer.step()
     return snapshot(optimizer, params)
-
-
-def _draw(t: int, k: int, rank: int) -> Tensor:
-    return torch.randn(40, generator=torch.Generator().manual_seed(1000 * t + 10 * k + rank))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -524,7 +524,8 @@ class OnebitLamb(CompressingAdam):
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         for name, value in _SCALARS.items():
-            known = books.get(name, [value] * len(self._params))
+            known = books.get(name, [])
+            known = [*known, *[value] * (len(self._params) - len(known))]  # parameters that have joined since have none
             self._scalars[name].copy_(torch.tensor(known, dtype=torch.float64))
         self._ratio_steps = books.get("ratio_steps", 0)
         super()._load_phase(phase, books, saved)
