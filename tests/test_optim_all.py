@@ -969,6 +969,25 @@ def test_a_parameter_that_is_not_trainable_while_a_checkpoint_is_loaded_keeps_it
         assert set(b["state"]) == {0, 1} and equal(a["state"][1]["step"], b["state"][1]["step"])
 
 
+def elementless_worker(group: Any, rank: int, world: int, algorithm: str) -> Any:
+    params = [torch.nn.Parameter(torch.ones(40)), torch.nn.Parameter(torch.ones(3, 0))]
+    options: Any = {**CROSSING[algorithm], "block_size": 32}
+    optimizer = CLASSES[algorithm](params, process_group=group, **options)
+    for t in range(9):
+        params[0].grad = _draw(t, 0, rank)
+        params[1].grad = torch.ones(3, 0) if (rank + t) % 3 == 0 else None
+        optimizer.step()
+    state = optimizer.state_dict()
+    return state["state"][1], state["onebit"].get("variance_steps")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_parameter_without_elements_counts_alike_on_all_ranks(algorithm: str) -> None:
+    """Whoever has a gradient of it."""
+    first, second = run_world(elementless_worker, 2, algorithm)
+    assert equal(first, second)
+
+
 def thaw_worker(group: Any, rank: int, world: int, algorithm: str) -> dict[str, Any]:
     """An optimizer before and after ``thaw()``, and after one more step, which is AdamW's or LAMB's own."""
     params = [torch.nn.Parameter(torch.ones(5, 9)), torch.nn.Parameter(torch.ones(70))]

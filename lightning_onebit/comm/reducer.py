@@ -211,7 +211,8 @@ class Reducer:
         """Launches what is missing, waits for all, and makes ``.grad`` the average.
 
         Returns:
-            Per parameter, whether any rank had a gradient (alike on all ranks; False in lanes that are not selected).
+            Per parameter, whether any rank had a gradient (alike on all ranks; False in lanes that are not selected). One without
+            elements, of which nothing is sent, counts as having none.
         """
         for bucket in self._buckets:
             for i in bucket.indices:
@@ -234,9 +235,6 @@ class Reducer:
                 if self._armed and bucket.device.type == "cpu" and (old := self.params[i].grad) is not None:
                     self._spent.append(old)
                 self.params[i].grad = bucket.views[k] if present[i] else None
-        for i, p in enumerate(self.params):
-            if p.numel() == 0 and self.takes_part(i):
-                present[i] = p.grad is not None
         self._reset()
         self.stale = False
         return present
