@@ -32,6 +32,13 @@ class StatefulOptimizer(ArenaOptimizer):
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Raises ``TypeError``: a copy would be tied to the same ranks, and without what is laid out for its parameters."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, for it is tied to its parameters and to other ranks; make a new optimizer "
+            "for the other parameters, and let it load_state_dict() this one's state_dict()"
+        )
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Replicated state in the layout of ``torch.optim.AdamW`` (which can load it), plus one key ``"onebit"``.
