@@ -5,8 +5,10 @@ The tables must be complete: an option without bad values fails a test.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
+import pickle
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -262,6 +264,14 @@ def contradicting_factory() -> None:
     OnebitStrategy(freeze_step=3).optimizer([torch.nn.Parameter(torch.ones(3))], freeze_step=4)
 
 
+def copied() -> None:
+    copy.deepcopy(stepped())
+
+
+def pickled() -> None:
+    pickle.dumps(optimizer())
+
+
 #: name -> (call, error, words of its message: what, value where there is one, remedy)
 MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "freeze before the first step": (
@@ -288,6 +298,8 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "state of another algorithm": (other_state, ValueError, ["'onebit_adam'", "'binsgdm'", "weights only"]),
     "state of a plain optimizer": (state_of_a_plain_optimizer, ValueError, ["BinSGDM", "weights only"]),
     "residuals of another run": (other_residuals, ValueError, ["steps=2", "has 0"]),
+    "a copy": (copied, TypeError, ["OnebitAdam cannot be copied", "state_dict()"]),
+    "a pickle": (pickled, TypeError, ["OnebitAdam cannot be copied or pickled", "state_dict()"]),
     "clipping on top of max_grad_norm": (clipped_twice, ValueError, ["max_grad_norm=1.0", "one of the two"]),
     "clipping what has been sent": (clipped_early, ValueError, ["overlap='backward'", "overlap='step'"]),
     "a bad norm": (lambda: optimizer().clip_grad_norm_(0.0), ValueError, ["max_norm=0.0", "> 0"]),

@@ -293,6 +293,73 @@ def test_a_dense_group_is_stepped_on_averaged_gradients_by_the_uncompressed_rule
             torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
+def _draw(t: int, k: int, rank: int) -> Tensor:
+    return torch.randn(40, generator=torch.Generator().manual_seed(1000 * t + 10 * k + rank))
+
+
+def newcomer_worker(group: Any, rank: int, world: int, algorithm: str, joins: int | None, compress: bool) -> Any:
+    """What a ``compress=False`` parameter goes through while another one joins before step ``joins``, and whether that one moves."""
+    same = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(40, generator=same)) for _ in range(3)]
+    groups: Any = [{"params": params[:1]}, {"params": params[1:2], "compress": False}]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
+    optimizer = CLASSES[algorithm](groups, process_group=group, **options)
+    trajectory, start = [], params[2].detach().clone()
+    for t in range(12):
+        if t == joins:
+            optimizer.add_param_group({"params": params[2:], "compress": compress})
+        for k, p in enumerate(params):
+            p.grad = _draw(t, k, rank)
+        optimizer.step()
+        trajectory.append(params[1].detach().clone())
+    return trajectory, equal(start, params[2].detach())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "joins", "compress"),
+    [
+        *((algorithm, joins, False) for algorithm in ALGORITHMS for joins in (2, 8)),
+        # between one-bit rounds
+        ("zero_one_adam", 4, True),
+        ("binsgdm", 4, True),
+    ],
+)
+def test_a_dense_group_keeps_its_state_when_another_parameter_joins(algorithm: str, joins: int, compress: bool) -> None:
+    usual = run_world(newcomer_worker, 2, algorithm, None, False)
+    for (expected, waits), (trajectory, stays) in zip(
+        usual, run_world(newcomer_worker, 2, algorithm, joins, compress), strict=True
+    ):
+        assert equal(trajectory, expected)
+        assert waits and not stays
+
+
+def moving_worker(group: Any, rank: int, world: int, algorithm: str, late: bool) -> dict[str, Any]:
+    """A dense group joins after the freeze, before or after the ranks are arranged as two nodes."""
+    same = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(40, generator=same)) for _ in range(3)]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
+    optimizer = CLASSES[algorithm](params[:2], **options)  # type: ignore[arg-type]
+    optimizer.configure_communication(group)
+    for t in range(12):
+        if t == 9:
+            if not late:
+                optimizer.add_param_group({"params": params[2:], "compress": False})
+            optimizer.release_communication()
+            optimizer.configure_communication(group, ranks_per_node=2)
+            if late:
+                optimizer.add_param_group({"params": params[2:], "compress": False})
+        for k, p in enumerate(params):
+            p.grad = _draw(t, k, rank)
+        optimizer.step()
+    return snapshot(optimizer, params)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_dense_group_may_join_while_the_ranks_are_arranged_anew(algorithm: str) -> None:
+    before, after = (run_world(moving_worker, 4, algorithm, late) for late in (False, True))
+    assert equal(before, after) and set(after[0]["state"]) == {0, 1, 2}
+
+
 def test_a_single_process_of_zero_one_adam_is_adamw() -> None:
     made = problem("zero_one_adam")
     params, others = made.parameters(), made.parameters()
@@ -765,6 +832,205 @@ def test_where_no_skip_is_allowed_the_first_bad_gradient_is_an_error_on_all_rank
         for result in run_world(no_skip_worker, world, algorithm, 0, bad_at):
             assert "max_consecutive_skips=0" in result["said"] and f"step {bad_at % 100 + 1}:" in result["said"]
             assert result["steps"] <= bad_at % 100 + 1
+
+
+def backward(params: list[torch.nn.Parameter], t: int, rank: int, skip: tuple[int, ...] = ()) -> None:
+    """Gradients of step t by autograd."""
+    draws = [
+        torch.randn(p.shape, generator=torch.Generator().manual_seed(97 * t + 7 * rank + k))
+        for k, p in enumerate(params)
+    ]
+    torch.stack(
+        [(p * d).sum() for k, (p, d) in enumerate(zip(params, draws, strict=True)) if k not in skip]
+    ).sum().backward()
+
+
+def returning_worker(group: Any, rank: int, world: int, algorithm: str, how: str, at: int, last: int) -> list[Any]:
+    """Six steps from a checkpoint after ``at``: of the optimizer that had begun step ``last``, and of one that begins with it."""
+    params = [torch.nn.Parameter(torch.full((40,), 0.5)) for _ in range(3)]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32, "bucket_mb": 0.0001}
+    if how == "overlap":
+        options["overlap"] = "backward"
+    make: Any = CLASSES[algorithm]
+    optimizer = make(params, process_group=group, **options)
+
+    def step(t: int) -> None:
+        optimizer.zero_grad()
+        if how != "clip":
+            optimizer.begin_backward()
+        backward(params, t, rank)
+        if how == "clip":
+            optimizer.clip_grad_norm_(1e9)
+        optimizer.step()
+
+    file = b""
+    for t in range(last):
+        if t == at:
+            file = saved(optimizer, params)
+        step(t)
+    optimizer.zero_grad()
+    if how != "clip":
+        optimizer.begin_backward()
+    backward(params, last, rank, skip=(1,) if rank == 0 else ())
+    if how == "clip":
+        optimizer.clip_grad_norm_(1e9)
+    results = []
+    for fresh in (False, True):
+        if fresh:
+            optimizer.release_communication()
+            optimizer = make(params, process_group=group, **options)
+        state = torch.load(io.BytesIO(file), weights_only=True)
+        with torch.no_grad():
+            for p, x in zip(params, state["x"], strict=True):
+                p.copy_(x)
+        optimizer.load_state_dict(state["o"])
+        optimizer.load_residual_state_dict(state["r"])
+        for t in range(at, at + 6):
+            step(t)
+        results.append(snapshot(optimizer, params))
+    return results
+
+
+@pytest.mark.parametrize(("at", "last"), [(1, 8), (3, 4), (7, 11)])
+@pytest.mark.parametrize(
+    ("algorithm", "how"),
+    [
+        *((algorithm, how) for algorithm in ALGORITHMS for how in ("clip", "begin")),
+        ("onebit_adam", "overlap"),
+        ("onebit_lamb", "overlap"),
+    ],
+)
+def test_a_checkpoint_that_is_loaded_in_the_middle_of_a_step_is_all_that_counts(
+    algorithm: str, how: str, at: int, last: int
+) -> None:
+    """What that step had decided, and what its backward has sent, is forgotten; a gradient is missing on one rank."""
+    for used, fresh in run_world(returning_worker, 2, algorithm, how, at, last):
+        assert equal(used, fresh)
+
+
+def skip_worker(group: Any, rank: int, world: int, algorithm: str, how: str) -> Any:
+    params = [torch.nn.Parameter(torch.full((40,), 0.5)) for _ in range(3)]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32, "bucket_mb": 0.0001, "timeout": 20.0}
+    optimizer: Any = CLASSES[algorithm](params, process_group=group, **options)
+    for t in range(8):
+        if t in (2, 5):
+            before = snapshot(optimizer, params)
+            optimizer.zero_grad()
+            if how != "unannounced":
+                optimizer.begin_backward()
+                backward(params, 50 + t, rank, skip=(1,) if how == "missing" and rank == 0 else ())
+            optimizer.skip_step()
+            after = snapshot(optimizer, params)
+            assert equal(
+                [before["x"], before["state"], before["residuals"]], [after["x"], after["state"], after["residuals"]]
+            )
+        optimizer.zero_grad()
+        if how == "accumulated":
+            optimizer.begin_backward(False)
+            backward(params, 20 + t, rank)
+            optimizer.begin_backward()
+        backward(params, t, rank)
+        optimizer.step()
+    assert optimizer.skipped_steps == 2
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_step_that_is_skipped_after_its_backward_leaves_nothing_behind(algorithm: str) -> None:
+    """The gradients that an overlapped average has begun to send are nobody's, where one is missing on a rank too."""
+    announced, missing, unannounced = (
+        run_world(skip_worker, 2, algorithm, how) for how in ("announced", "missing", "unannounced")
+    )
+    assert equal(announced, unannounced) and equal(missing, unannounced)
+    first, second = run_world(skip_worker, 2, algorithm, "accumulated")
+    assert equal(first, second)
+
+
+def early_skip_worker(group: Any, rank: int, world: int) -> str:
+    params = [torch.nn.Parameter(torch.ones(40))]
+    optimizer = CLASSES["onebit_adam"](params, freeze_step=2, process_group=group, overlap="backward")  # type: ignore[call-arg]
+    for t in range(3):
+        optimizer.begin_backward()
+        backward(params, t, rank)
+        if t == 2:
+            with pytest.raises(RuntimeError) as caught:
+                optimizer.skip_step()
+            return str(caught.value)
+        optimizer.step()
+    return ""
+
+
+def test_what_backward_has_sent_cannot_be_skipped() -> None:
+    for said in run_world(early_skip_worker, 2):
+        assert "step 3" in said and "use overlap='step'" in said
+
+
+def pausing_worker(group: Any, rank: int, world: int, algorithm: str, dtype: torch.dtype, cut: str) -> dict[str, Any]:
+    """Of three tensors one trains all the time, one pauses from step 5 to 9, one does so and has had no gradient before."""
+    algorithm, rule = RULES[algorithm]
+    options: Any = {"lr": 0.01, "block_size": 32, **CROSSING[algorithm], **rule}
+
+    def make(state: list[Tensor] | None = None) -> Any:
+        same = torch.Generator().manual_seed(0)
+        params = [
+            torch.nn.Parameter(torch.randn(40, generator=same).to(dtype)) for _ in range(2 if cut == "older" else 3)
+        ]
+        for p, x in zip(params, state or [], strict=False):
+            p.data.copy_(x)
+        return params, CLASSES[algorithm](params, process_group=group, **options)
+
+    params, optimizer = make()
+    for t in range(12):
+        if cut and t == 7:
+            file = torch.load(io.BytesIO(saved(optimizer, params)), weights_only=True)
+            optimizer.release_communication()
+            params, optimizer = make(file["x"])
+            for p in params[1:]:
+                p.requires_grad_(False)
+            if cut == "older":
+                del file["o"]["onebit"]["known"]
+            optimizer.load_state_dict(file["o"])
+            optimizer.load_residual_state_dict(file["r"])
+        for k, p in enumerate(params):
+            p.requires_grad_(k == 0 or not 5 <= t < 9)
+            has = p.requires_grad and (k < 2 or t >= 9)
+            p.grad = _draw(t, k, rank).to(dtype) if has else None
+        optimizer.step()
+    return snapshot(optimizer, params)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("algorithm", RULES)
+def test_a_parameter_that_is_not_trainable_while_a_checkpoint_is_loaded_keeps_its_state(
+    algorithm: str, dtype: torch.dtype
+) -> None:
+    """Its moments, count and master, and its place in the plan; also if it had no gradient yet (older checkpoints do not list those)."""
+    through, resumed = (run_world(pausing_worker, 2, algorithm, dtype, cut) for cut in ("", "now"))
+    for a, b in zip(through, resumed, strict=True):
+        assert equal(a, b) and set(a["state"]) == {0, 1, 2}
+    for a, b in zip(resumed, run_world(pausing_worker, 2, algorithm, dtype, "older"), strict=True):
+        if algorithm == "onebit_adam":
+            assert equal(a["x"][:2], b["x"])
+        assert set(b["state"]) == {0, 1} and equal(a["state"][1]["step"], b["state"][1]["step"])
+
+
+def elementless_worker(group: Any, rank: int, world: int, algorithm: str) -> Any:
+    params = [torch.nn.Parameter(torch.ones(40)), torch.nn.Parameter(torch.ones(3, 0))]
+    options: Any = {**CROSSING[algorithm], "block_size": 32}
+    optimizer = CLASSES[algorithm](params, process_group=group, **options)
+    for t in range(9):
+        params[0].grad = _draw(t, 0, rank)
+        params[1].grad = torch.ones(3, 0) if (rank + t) % 3 == 0 else None
+        optimizer.step()
+    state = optimizer.state_dict()
+    return state["state"][1], state["onebit"].get("variance_steps")
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_parameter_without_elements_counts_alike_on_all_ranks(algorithm: str) -> None:
+    """Whoever has a gradient of it."""
+    first, second = run_world(elementless_worker, 2, algorithm)
+    assert equal(first, second)
 
 
 def thaw_worker(group: Any, rank: int, world: int, algorithm: str) -> dict[str, Any]:

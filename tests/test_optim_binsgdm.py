@@ -478,7 +478,7 @@ def test_force_compression_draws_in_a_world_of_one() -> None:
 # ----- parameters that join --------------------------------------------------------------------------------------------------------
 
 
-def joining(group: Any, rank: int, world: int, ranks_per_node: int) -> Any:
+def joining(group: Any, rank: int, world: int, ranks_per_node: int, cut: bool = False) -> Any:
     made = dataclasses.replace(sparse(weight_decay=0.0), missing=frozenset(), steps=14)
     params = made.parameters()
     optimizer = made.build(params[:4], process_group=group)
@@ -487,6 +487,13 @@ def joining(group: Any, rank: int, world: int, ranks_per_node: int) -> Any:
     for t in range(made.steps):
         if t == 9:
             optimizer.add_param_group({"params": params[4:], "lr": 0.02})
+        if t == 9 and cut:
+            state, part = optimizer.state_dict(), optimizer.residual_state_dict()
+            optimizer.release_communication()
+            optimizer = made.build(params[:4], process_group=group)
+            optimizer.add_param_group({"params": params[4:]})
+            optimizer.load_state_dict(state)
+            optimizer.load_residual_state_dict(part)
         made.put(params, t, rank)
         before = [p.detach().clone() for p in params]
         optimizer.step()
@@ -505,6 +512,11 @@ def test_a_group_that_joins_moves_at_once_and_the_others_know_what_they_have_see
             torch.testing.assert_close(moves[t][4], torch.full((300,), 0.02), rtol=1e-4, atol=1e-6)
             assert (moves[t][0][:-100] > 0).all() and not moves[t][0][-100:].any()
     assert any("m and a start from zero" in r.message for r in caplog.records) == (ranks_per_node > 1)
+
+
+def test_a_checkpoint_between_a_groups_joining_and_the_next_step_changes_nothing() -> None:
+    through, resumed = (run_world(joining, 2, 1, cut) for cut in (False, True))
+    assert equal(through, resumed)
 
 
 # ----- what it refuses -------------------------------------------------------------------------------------------------------------

@@ -469,6 +469,27 @@ def test_a_refresh_begins_when_gradients_have_grown(scale: float, after: int | N
     assert measured[:4] == [measured[0]] * 3 + [[0, 0]], "and are measured anew from its end on"
 
 
+@pytest.mark.parametrize("trust_ratio", ["followed", "frozen"])
+def test_a_dense_group_that_joins_after_the_freeze_has_a_ratio_of_its_own(trust_ratio: str) -> None:
+    """Also in a refresh, and in a run that goes on from its checkpoint."""
+    rule: dict[str, Any] = {"refresh_interval": 4, "refresh_steps": 2} if trust_ratio == "followed" else {}
+    params, optimizer = tracked(trust_ratio=trust_ratio, **rule)
+    for _ in range(3):
+        stepped(params, optimizer)
+    optimizer.freeze()
+    params.append(torch.nn.Parameter(torch.full((40,), 3.0)))
+    optimizer.add_param_group({"params": params[2:], "compress": False})
+    assert set(optimizer.get_lamb_coeffs()) == {"parameter 0", "parameter 1"}
+    for _ in range(8):
+        stepped(params, optimizer)
+    coeffs = optimizer.get_lamb_coeffs()
+    assert set(coeffs) == {"parameter 0", "parameter 1", "parameter 2"} and coeffs["parameter 2"] > 1
+    other = tracked(trust_ratio=trust_ratio, **rule)[1]
+    other.add_param_group({"params": [torch.nn.Parameter(torch.zeros(40))], "compress": False})
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert other.get_lamb_coeffs() == coeffs
+
+
 def test_a_refresh_renews_the_denominators() -> None:
     params, optimizer = tracked(freeze_step=2, refresh_interval=30, betas=(0.9, 0.9))
     for _ in range(2 + 30 + 4):
@@ -598,6 +619,24 @@ def test_parameters_without_elements_are_legal_anywhere(shapes: tuple[tuple[int,
             p.grad = torch.ones_like(p)
         optimizer.step()
     assert all((p < 1).all() for p in params) and optimizer.steps == 4
+
+
+def frozen_backbone(group: Any, rank: int, world: int, trust_ratio: str) -> torch.Tensor:
+    backbone = torch.nn.Parameter(torch.ones(40), requires_grad=False)
+    head = torch.nn.Parameter(torch.ones(40))
+    groups: Any = [{"params": [backbone]}, {"params": [head], "compress": False}]
+    optimizer = OnebitLamb(groups, lr=0.01, freeze_step=2, trust_ratio=trust_ratio, process_group=group)
+    for _ in range(6):
+        head.grad = torch.full((40,), rank + 1.0)
+        optimizer.step()
+    assert optimizer.ledger.compressed_steps == 4
+    return head.detach()
+
+
+@pytest.mark.parametrize("trust_ratio", ["followed", "frozen"])
+def test_a_run_in_which_no_compressed_parameter_is_trainable_is_legal(trust_ratio: str) -> None:
+    first, second = run_world(frozen_backbone, 2, trust_ratio)
+    assert equal(first, second) and first.max() < 1
 
 
 # ----- options -------------------------------------------------------------------------------------------------------------------

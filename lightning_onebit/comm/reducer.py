@@ -150,6 +150,11 @@ class Reducer:
         """Bytes of all gradients in their own dtype (what a dense all-reduce moves once)."""
         return sum(p.numel() * p.element_size() for p in self.params)
 
+    @property
+    def armed(self) -> bool:
+        """Whether a backward has been announced whose gradients nobody has asked for yet; alike on all ranks."""
+        return self._armed
+
     def arm(self) -> None:
         """Call before the backward whose gradients are to be averaged; forgotten launches of a broken step are drained."""
         self._drain()
@@ -208,7 +213,8 @@ class Reducer:
         """Launches what is missing, waits for all, and makes ``.grad`` the average.
 
         Returns:
-            Per parameter, whether any rank had a gradient (alike on all ranks; False in lanes that are not selected).
+            Per parameter, whether any rank had a gradient (alike on all ranks; False in lanes that are not selected). One without
+            elements, of which nothing is sent, counts as having none.
         """
         for bucket in self._buckets:
             for i in bucket.indices:
@@ -231,9 +237,6 @@ class Reducer:
                 if self._armed and bucket.device.type == "cpu" and (old := self.params[i].grad) is not None:
                     self._spent.append(old)
                 self.params[i].grad = bucket.views[k] if present[i] else None
-        for i, p in enumerate(self.params):
-            if p.numel() == 0 and self.takes_part(i):
-                present[i] = p.grad is not None
         self._reset()
         self.stale = False
         return present

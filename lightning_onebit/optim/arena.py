@@ -336,14 +336,17 @@ class ArenaOptimizer(torch.optim.Optimizer):
         Args:
             connect: False leaves the handshake to the first step (loading a checkpoint is no collective).
         """
-        kept = {id(self._params[i]): self._state_of(i) for i in self._known()} if self._plan is not None else {}
-        self._index()
-        if self._takes_new_parameters() or self._plan is None:
-            self._layout(kept)
-        elif self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
-            self.load_state_dict(self.state_dict())  # connected to another world since: cut everything anew
+        fixed = self._plan is not None and not self._takes_new_parameters()
+        if fixed and self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
+            # connected to another world since: cut everything anew (before newcomers, which have no state to save, are numbered)
+            self.load_state_dict(self.state_dict())
         else:
-            self._layout_dense(kept)
+            kept = {id(self._params[i]): self._state_of(i) for i in self._known()} if self._plan is not None else {}
+            self._index()
+            if fixed:
+                self._layout_dense(kept)
+            else:
+                self._layout(kept)
         if connect:
             self._connect()
         if self._transport is not None:
@@ -395,7 +398,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
                     self._moment(name, i).copy_(value)
 
     def _state_of(self, index: int) -> dict[str, Tensor]:
-        names = self._flat if self._takes_new_parameters() else self._dense_state.get(index, {})
+        names = self._dense_state.get(index, self._flat if self._takes_new_parameters() else {})
         state = {name: self._moment(name, index).clone() for name in names}
         if index in self._masters:
             state["master"] = self._masters[index]

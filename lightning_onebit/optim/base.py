@@ -419,13 +419,36 @@ class OnebitOptimizer(StatefulOptimizer):
     def skip_step(self) -> None:
         """Counts a step that is not made, on all ranks alike, for a reason the caller knows (a loss scaler's overflow).
 
-        Call it on all ranks in place of ``step()``. Parameters, state and residuals stay as they are.
+        Call it on all ranks in place of ``step()``. Parameters, state and residuals stay as they are. What dense averaging
+        has begun in backward is brought to its end.
 
         Raises:
             FloatingPointError: more than ``max_consecutive_skips`` steps in a row have been skipped.
+            RuntimeError: gradients are under way compressed (``overlap="backward"``), and residuals have changed with them.
         """
+        if self._session is not None:
+            raise RuntimeError(
+                f"skip_step() in place of step {self._steps + 1}: overlap='backward' sends gradients in backward, and what has been sent "
+                "cannot be skipped; use overlap='step'"
+            )
+        self._finish_reduction()
         self._close_step(self.next_step_is_dense, skipped=True)
         self._note_skip()
+
+    def _finish_reduction(self) -> None:
+        """Ends a dense round that backward has begun: what one rank has sent, all must send."""
+        if self._reducer is not None and self._reducer.armed:
+            self._reducer.finish()
+
+    def _abandon_step(self) -> None:
+        if self._session is not None:
+            for bucket in self._early_buckets[self._launched :]:
+                self._session.launch(bucket)
+            self._session.finish()
+        self._session, self._arrived, self._launched, self._landed = None, [], 0, set()
+        self._remove_landing_hooks()  # they know parameters by their slots
+        self._finish_reduction()
+        self._present = self._verdict = self._decision = None
 
     # ----- overlap="backward" -----------------------------------------------------------------------------------------
 
@@ -565,7 +588,8 @@ class OnebitOptimizer(StatefulOptimizer):
         if self._present is not None:
             assert self._reducer is not None
             for i in self._averaged():
-                present[i] = self._present[self._reduced_at[i]]
+                # of a parameter without elements nothing is sent that could say which ranks have its gradient: it has one
+                present[i] = self._present[self._reduced_at[i]] or params[i].numel() == 0
         local = [i for i in self._known() if params[i].grad is not None]
         shared = set(self._averaged()) if self._reducer is not None else set()
         self._trusted = self._trusted and not norm

@@ -436,8 +436,12 @@ class BinSGDM(OnebitOptimizer):
         if self._server_residual is not None and "server_residual" in tensors:
             self._server_residual.copy_(tensors["server_residual"])
 
+    def _books(self) -> dict[str, Any]:
+        return {**super()._books(), "merge_due": self._merge_due}
+
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         self._phase = Phase.COMPRESSED
+        self._merge_due = books.get("merge_due", False)
         flat = torch.zeros(self._known_plan().elements, dtype=torch.bool, device=self._device)
         for i, state in saved.items():
             if "live" in state and i in self._slot_of:

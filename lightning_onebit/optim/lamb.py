@@ -235,8 +235,9 @@ class OnebitLamb(CompressingAdam):
 
     # ----- warm-up ----------------------------------------------------------------------------------------------------
 
-    def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
-        super()._layout(kept)
+    def _layout_dense(self, kept: dict[int, dict[str, Tensor]]) -> None:
+        super()._layout_dense(kept)
+        # here, for compress=False groups may join after the freeze, when nothing else is laid out anew
         for name, value in _SCALARS.items():
             scalars = torch.full((len(self._params),), value, dtype=torch.float64, device=self._device)
             known = self._scalars.get(name)
@@ -364,7 +365,7 @@ class OnebitLamb(CompressingAdam):
             index = upload([i for i in self._slots if self._active[i]], self._device, torch.int64)
             self._scalars["last_coeff"][index] = self._scalars["coefficient"][index]
             self._ratio_steps += 1
-            if self._measuring:
+            if self._measuring and self._slots:
                 self._follow()
         elif self._partials:
             self._step_corrected()
@@ -523,7 +524,8 @@ class OnebitLamb(CompressingAdam):
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         for name, value in _SCALARS.items():
-            known = books.get(name, [value] * len(self._params))
+            known = books.get(name, [])
+            known = [*known, *[value] * (len(self._params) - len(known))]  # parameters that have joined since have none
             self._scalars[name].copy_(torch.tensor(known, dtype=torch.float64))
         self._ratio_steps = books.get("ratio_steps", 0)
         super()._load_phase(phase, books, saved)

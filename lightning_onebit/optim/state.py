@@ -32,6 +32,13 @@ class StatefulOptimizer(ArenaOptimizer):
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Raises ``TypeError``: a copy would be tied to the same ranks, and without what is laid out for its parameters."""
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled, for it is tied to its parameters and to other ranks; make a new optimizer "
+            "for the other parameters, and let it load_state_dict() this one's state_dict()"
+        )
+
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
         """Replicated state in the layout of ``torch.optim.AdamW`` (which can load it), plus one key ``"onebit"``.
@@ -145,13 +152,17 @@ class StatefulOptimizer(ArenaOptimizer):
             "skipped": self._skipped,
             "skips_in_a_row": self._skips_in_a_row,
             "ledger": self.ledger.as_dict(),
+            # the state of one that has never had a gradient is not saved, but blocks are dealt to it
+            "known": self._known(),
         }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads ``state_dict()``, or the state of a plain ``torch.optim.Adam`` / ``AdamW``.
 
-        The latter continues in the warm-up. Residuals start from zero unless ``load_residual_state_dict`` follows.
+        The latter continues in the warm-up. Residuals start from zero unless ``load_residual_state_dict`` follows. A step that
+        has begun is forgotten: gradients that were loaded before count for nothing. No collective, unless ``begin_backward()``
+        has begun to send gradients.
 
         Raises:
             ValueError: groups do not match, another algorithm's state, or a newer version of the format.
@@ -171,6 +182,9 @@ class StatefulOptimizer(ArenaOptimizer):
                     f"optimizer state of {books['algorithm']!r} cannot be loaded into {self.algorithm!r}; "
                     "keep the algorithm, or load the weights only"
                 )
+        order = [i for g in state_dict["param_groups"] for i in g["params"]]
+        saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
+        self._abandon_step()
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group, mine in zip(self.param_groups, ours, strict=True):
@@ -182,10 +196,11 @@ class StatefulOptimizer(ArenaOptimizer):
         self._phase = Phase.WARMUP
         self._momentum, self._flat, self._plan = [], {}, None
         self._worker_residual = self._server_residual = None
+        self._params = [p for group in self.param_groups for p in group["params"]]
         self._t = [0] * len(self._params)
+        # what the checkpoint knows is laid out, trainable now or not; _index() deals it to the plan and the dense groups
+        self._slots, self._dense = sorted({*saved, *(books or {}).get("known", ())}), []
         self._build(connect=False)
-        order = [i for g in state_dict["param_groups"] for i in g["params"]]
-        saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
         steps = [int(s["step"]) for s in saved.values()]
         self._steps = books["steps"] if books else max(steps, default=0)
         self._skipped = books["skipped"] if books else 0
@@ -205,6 +220,10 @@ class StatefulOptimizer(ArenaOptimizer):
         self._load_phase(Phase(books["phase"]) if books else Phase.WARMUP, books or {}, saved)
         if self._transport is not None:
             self._transport.step = self._steps + 1
+
+    def _abandon_step(self) -> None:
+        """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
+        raise AssertionError("abstract")
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         """Puts the optimizer into the phase of a checkpoint, after m and v are in their arenas."""
