@@ -3,6 +3,7 @@
 # ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
 
+import copy
 import dataclasses
 import io
 import types
@@ -1031,6 +1032,87 @@ def test_a_parameter_without_elements_counts_alike_on_all_ranks(algorithm: str) 
     """Whoever has a gradient of it."""
     first, second = run_world(elementless_worker, 2, algorithm)
     assert equal(first, second)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_state_that_does_not_fit_is_refused_before_anything_changes(algorithm: str) -> None:
+    """Another shape (one that could be broadcast too), other groups, an option out of range, books that are not complete."""
+
+    def made(*shapes: tuple[int, ...], steps: int = 5) -> Any:
+        params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
+        options: Any = {**CROSSING[algorithm], "block_size": 32, "force_compression": True}
+        optimizer = CLASSES[algorithm](params, **options)
+        for _ in range(steps):
+            for p in params:
+                p.grad = torch.ones_like(p)
+            optimizer.step()
+        return optimizer
+
+    def edited(change: Any) -> dict[str, Any]:
+        state = copy.deepcopy(made((3, 5), (4,)).state_dict())
+        change(state)
+        return state
+
+    cases = [
+        (
+            made((5,), (4,)).state_dict(),
+            r"of shape \(5,\) for parameter 0, whose shape is \(3, 5\); build the model that was saved",
+        ),
+        (made((3, 5), (7,)).state_dict(), r"of shape \(7,\) for parameter 1, whose shape is \(4,\)"),
+        (
+            made((3, 5)).state_dict(),
+            r"groups of \[1\] parameters, this optimizer has groups of \[2\]; make the optimizer",
+        ),
+        (edited(lambda s: s["param_groups"][0].update(lr=-1.0)), "lr=-1.0"),
+        (edited(lambda s: s["onebit"].pop("ledger")), "without 'ledger'"),
+        (edited(lambda s: s["state"][1].pop("step")), "parameter 1 has no 'step'"),
+    ]
+    optimizer = made((3, 5), (4,), steps=7)
+    params = optimizer.param_groups[0]["params"]
+    before, groups = snapshot(optimizer, params), copy.deepcopy(optimizer.state_dict()["param_groups"])
+    for state, words in cases:
+        with pytest.raises(ValueError, match=words):
+            optimizer.load_state_dict(state)
+        assert equal(snapshot(optimizer, params), before)
+        assert equal(optimizer.state_dict()["param_groups"], groups)
+
+
+def order_worker(group: Any, rank: int, world: int, algorithm: str, plain: bool, model_first: bool) -> list[Tensor]:
+    """Weights in bfloat16 after a step that follows on a checkpoint; the second parameter had no gradient before (AdamW: it had)."""
+
+    def parameters(seed: int) -> list[torch.nn.Parameter]:
+        draw = torch.Generator().manual_seed(seed)
+        return [torch.nn.Parameter(torch.randn(40, generator=draw).bfloat16()) for _ in range(2)]
+
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
+    params = parameters(0)
+    optimizer: Any = CLASSES[algorithm](params, process_group=group, **options)
+    if plain:
+        optimizer = torch.optim.AdamW(params, lr=0.01)
+    for t in range(3):
+        for k, p in enumerate(params):
+            p.grad = _draw(t, k, 0 if plain else rank).bfloat16() if plain or k == 0 else None
+        optimizer.step()
+    weights, state = [p.detach().clone() for p in params], optimizer.state_dict()
+    params = parameters(99)
+    optimizer = CLASSES[algorithm](params, process_group=group, **options)
+    for loads_model in (True, False) if model_first else (False, True):
+        if loads_model:
+            torch._foreach_copy_([p.detach() for p in params], weights)
+        else:
+            optimizer.load_state_dict(state)
+    for k, p in enumerate(params):
+        p.grad = _draw(3, k, rank).bfloat16()
+    optimizer.step()
+    assert all((p.detach() - x).abs().max() < 0.3 for p, x in zip(params, weights, strict=True))
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize(("algorithm", "plain"), [*((a, False) for a in ALGORITHMS), *((a, True) for a in ADAM_LIKE)])
+def test_16_bit_weights_may_be_loaded_after_the_state_of_their_optimizer(algorithm: str, plain: bool) -> None:
+    """Also weights that this state has no master of."""
+    first, last = (run_world(order_worker, 2, algorithm, plain, order) for order in (True, False))
+    assert equal(first, last)
 
 
 def thaw_worker(group: Any, rank: int, world: int, algorithm: str) -> dict[str, Any]:

@@ -156,6 +156,55 @@ class StatefulOptimizer(ArenaOptimizer):
             "known": self._known(),
         }
 
+    def _check_books(self, books: dict[str, Any] | None) -> None:
+        """Raises where a state is not one of this algorithm."""
+        name = type(self).__name__
+        if books is None:
+            if not self._reads_plain_adam:
+                raise ValueError(f"{name} cannot continue from the state of a plain optimizer; load the weights only")
+            return
+        if books["version"] > STATE_VERSION:
+            raise ValueError(
+                f"optimizer state of format {books['version']}, newer than this release reads ({STATE_VERSION}); upgrade"
+            )
+        if books["algorithm"] != self.algorithm:
+            raise ValueError(
+                f"optimizer state of {books['algorithm']!r} cannot be loaded into {self.algorithm!r}; "
+                "keep the algorithm, or load the weights only"
+            )
+        missing = [key for key in ("phase", "steps", "skipped", "ledger") if key not in books]
+        if missing:
+            raise ValueError(
+                f"optimizer state without {missing[0]!r} in its entry 'onebit'; load a complete state_dict() of {name}"
+            )
+
+    def _check_groups(self, saved: list[dict[str, Any]]) -> None:
+        """Raises where the groups of a state are not this optimizer's, or have options out of range."""
+        sizes, ours = ([len(group["params"]) for group in groups] for groups in (saved, self.param_groups))
+        if sizes != ours:
+            raise ValueError(
+                f"optimizer state has parameter groups of {sizes} parameters, this optimizer has groups of {ours}; make the optimizer "
+                "with the groups of the run that was saved, or load the weights only"
+            )
+        for theirs, mine in zip(saved, self.param_groups, strict=True):
+            self._check_group({**mine, **theirs})
+
+    def _check_saved(self, saved: dict[int, dict[str, Tensor]]) -> None:
+        """Raises where the state of a parameter, by its index, belongs to a parameter of another shape."""
+        params = [p for group in self.param_groups for p in group["params"]]
+        for i, state in saved.items():
+            name, shape = self._names.get(params[i]) or f"parameter {i}", tuple(params[i].shape)
+            if "step" not in state:
+                raise ValueError(
+                    f"optimizer state of {name} has no 'step', so it is not that of an Adam; load the weights only"
+                )
+            for key, value in state.items():
+                if key != "step" and isinstance(value, Tensor) and value.shape != params[i].shape:
+                    raise ValueError(
+                        f"optimizer state has {key} of shape {tuple(value.shape)} for {name}, whose shape is {shape}; build the model that "
+                        "was saved, with its parameters in the same order, or load the weights only"
+                    )
+
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads ``state_dict()``, or the state of a plain ``torch.optim.Adam`` / ``AdamW``.
@@ -165,25 +214,15 @@ class StatefulOptimizer(ArenaOptimizer):
         has begun to send gradients.
 
         Raises:
-            ValueError: groups do not match, another algorithm's state, or a newer version of the format.
+            ValueError: groups or shapes do not match, an option of a group is out of range, another algorithm's state, or a newer
+                version of the format; nothing has changed then.
         """
         books = state_dict.get("onebit")
-        if books is None and not self._reads_plain_adam:
-            raise ValueError(
-                f"{type(self).__name__} cannot continue from the state of a plain optimizer; load the weights only"
-            )
-        if books is not None:
-            if books["version"] > STATE_VERSION:
-                raise ValueError(
-                    f"optimizer state of format {books['version']}, newer than this release reads ({STATE_VERSION}); upgrade"
-                )
-            if books["algorithm"] != self.algorithm:
-                raise ValueError(
-                    f"optimizer state of {books['algorithm']!r} cannot be loaded into {self.algorithm!r}; "
-                    "keep the algorithm, or load the weights only"
-                )
+        self._check_books(books)
+        self._check_groups(state_dict["param_groups"])
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
         saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
+        self._check_saved(saved)
         self._abandon_step()
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -192,7 +231,6 @@ class StatefulOptimizer(ArenaOptimizer):
                 del group[key]
             for key, value in mine.items():
                 group.setdefault(key, value)
-            self._check_group(group)
         self._phase = Phase.WARMUP
         self._momentum, self._flat, self._plan = [], {}, None
         self._worker_residual = self._server_residual = None
