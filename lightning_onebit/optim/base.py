@@ -362,8 +362,8 @@ class OnebitOptimizer(StatefulOptimizer):
             What the closure returned.
 
         Raises:
-            FloatingPointError: more than ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
-                rank.
+            FloatingPointError: with this step ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
+                rank (0: this one had).
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
         """
@@ -409,7 +409,7 @@ class OnebitOptimizer(StatefulOptimizer):
         Call it on all ranks in place of ``step()``. Parameters, state and residuals stay as they are.
 
         Raises:
-            FloatingPointError: more than ``max_consecutive_skips`` steps in a row have been skipped.
+            FloatingPointError: with this one ``max_consecutive_skips`` steps in a row have been skipped.
         """
         self._close_step(self.next_step_is_dense, skipped=True)
         self._note_skip()
