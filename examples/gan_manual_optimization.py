@@ -8,7 +8,7 @@ pass, as always in Lightning; the strategy sees to the rest.
 
 A GAN is a hard case for a frozen variance: the discriminator's gradients change their size as long as training goes on.
 So its parameters are in a group with ``compress=False``, averaged densely, with a variance that keeps learning; the
-generator is compressed, in small blocks.
+generator is compressed, in small blocks, and its frozen variance stays as it froze.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=chosen.devices,
-        strategy=ob.OnebitStrategy("onebit_adam", block_size=chosen.block_size, denominator_floor=0.1),
+        # refresh_interval: four gradients say too little about a variance that goes on changing
+        strategy=ob.OnebitStrategy(
+            "onebit_adam", block_size=chosen.block_size, denominator_floor=0.1, refresh_interval="never"
+        ),
         max_epochs=chosen.epochs,
         callbacks=[ob.callbacks.VarianceFreeze(step=chosen.freeze_step), ob.callbacks.CompressionStats()],
         logger=False,

@@ -103,9 +103,10 @@ class OnebitMixin(_Base):
         denominator_floor: smallest denominator relative to its tensor's mean (BinSGDM: to its block's).
         force_compression: compress even in a world of one rank.
         bucket_mb: MB of fp32 gradients per bucket.
-        max_consecutive_skips: steps in a row that non-finite gradients may skip (0: none, and less work).
+        max_consecutive_skips: the error comes with this many steps in a row skipped for non-finite gradients (0: with the first one,
+            and less work).
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
-        overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no norm clipping).
+        overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no clipping).
         residual_dtype: ``"float32"`` or ``"bfloat16"``.
         max_coeff: 1-bit LAMB, like the six that follow: see ``OnebitLamb``.
         min_coeff: see ``OnebitLamb``.
@@ -121,7 +122,7 @@ class OnebitMixin(_Base):
         refresh_interval: 1-bit Adam, 1-bit LAMB and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"``
             (default) or ``"never"``, see ``OnebitAdam`` and ``OnebitLamb``.
         refresh_steps: the same: dense steps of a refresh.
-        var_freeze_step: 0/1 Adam, like the four that follow: see ``ZeroOneAdam``.
+        var_freeze_step: 0/1 Adam, like the six that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
         var_rise_steps: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.
@@ -607,7 +608,7 @@ class OnebitMixin(_Base):
         rank_zero_info(
             'Nothing says when the dense warm-up ends: added VarianceFreeze(mode="auto", max_fraction=0.2), which ends it when the '
             "variance has settled, after 20 % of the planned steps at the latest. Add VarianceFreeze to the Trainer's callbacks, or "
-            "give `freeze_step`, to choose."
+            "give `freeze_step` (0/1 Adam: `var_freeze_step`), to choose."
         )
 
     def _withdraw_freeze(self, trainer: Any) -> None:

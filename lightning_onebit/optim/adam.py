@@ -37,7 +37,7 @@ class OnebitAdam(CompressingAdam):
         lr: learning rate, >= 0.
         betas: decay of the first and second moment, each in ``[0, 1)``.
         eps: added to the denominator, >= 0.
-        weight_decay: decoupled weight decay, >= 0.
+        weight_decay: decoupled weight decay, >= 0; 0.0 by default, where torch's AdamW has 0.01.
         freeze_step: number of dense steps, >= 1; None: the switch is made by ``freeze()`` (``callbacks.VarianceFreeze``
             does it).
             The published hand rule is 15-25 % of all steps.
@@ -58,13 +58,13 @@ class OnebitAdam(CompressingAdam):
         process_group: ranks that train together; None: the default group.
         force_compression: compress even in a world of one rank.
         bucket_mb: about how many MB of fp32 gradients one bucket carries.
-        max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error. 0: the
-            first is an error; 1-bit Adam and 1-bit LAMB then find it by what the exchange brings instead of looking
+        max_consecutive_skips: the error comes with this many steps in a row skipped because of non-finite gradients. 0: with
+            the first such gradient; 1-bit Adam and 1-bit LAMB then find it by what the exchange brings instead of looking
             at all gradients first, which takes a tenth and more off the work of a compressed step.
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``; all give the same bits.
         timeout: seconds that a rank waits for the others in one collective.
-        overlap: ``"step"``, or ``"backward"`` to send buckets as their gradients land (no norm clipping, no skipping of
-            steps).
+        overlap: ``"step"``, or ``"backward"`` to send buckets as their gradients land (no clipping, no skipping of steps;
+            nothing may change gradients after backward).
         residual_dtype: ``"float32"`` or ``"bfloat16"`` (half the memory of the residuals, some accuracy).
 
     Raises:

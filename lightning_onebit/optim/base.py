@@ -374,8 +374,8 @@ class OnebitOptimizer(StatefulOptimizer):
             What the closure returned.
 
         Raises:
-            FloatingPointError: more than ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
-                rank.
+            FloatingPointError: with this step ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
+                rank (0: this one had).
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
         """
@@ -423,7 +423,7 @@ class OnebitOptimizer(StatefulOptimizer):
         has begun in backward is brought to its end.
 
         Raises:
-            FloatingPointError: more than ``max_consecutive_skips`` steps in a row have been skipped.
+            FloatingPointError: with this one ``max_consecutive_skips`` steps in a row have been skipped.
             RuntimeError: gradients are under way compressed (``overlap="backward"``), and residuals have changed with them.
         """
         if self._session is not None:

@@ -92,12 +92,12 @@ class CommonOptions:
         process_group: ranks that train together; None: the default group.
         force_compression: compress even in a world of one rank (for tests and measurements).
         bucket_mb: about how many MB (2**20 bytes) of fp32 gradients one bucket carries.
-        max_consecutive_skips: steps in a row that may be skipped because of non-finite gradients before an error; 0: see
-            ``OnebitAdam``.
+        max_consecutive_skips: the error comes with this many steps in a row skipped because of non-finite gradients; 0: with
+            the first such gradient, see ``OnebitAdam``.
         kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
         timeout: seconds that a rank waits for the others in one collective.
         overlap: ``"step"`` pipelines the exchange within ``step()``; ``"backward"`` sends a bucket as soon as its last
-            gradient has landed. The latter excludes what needs all gradients first: norm clipping and skipping a step
+            gradient has landed. The latter excludes what needs all gradients first or changes them: clipping and skipping a step
             (a non-finite gradient is then an error on all ranks); parameters that are trainable but get no gradient
             count as zero gradients.
         residual_dtype: ``"float32"``, or ``"bfloat16"`` to halve the residuals' memory at some cost in accuracy.
