@@ -148,8 +148,8 @@ class OnebitOptimizer(StatefulOptimizer):
     def thaw(self) -> None:
         """Goes back into the warm-up: dense steps, in which the second moments learn again, until the next freeze.
 
-        Call it on all ranks, between ``step()`` and the next backward. Weights, step counts and the momentum (unpacked to fp32)
-        stay. The second moments go on from their frozen values, with the floor of the denominators in them, which coordinates that
+        Call it on all ranks, between ``step()`` and the next backward. Weights, step counts and the momentum (unpacked to fp32;
+        0 for a tensor whose second moments are all 0, which holds compression noise alone) stay. The second moments go on from their frozen values, with the floor of the denominators in them, which coordinates that
         have hardly seen a gradient keep until they have learned better; their bias-corrected values do not jump. Residuals are
         dropped, for a dense step owes nothing, and start from zero at the next freeze.
 
