@@ -149,9 +149,10 @@ class OnebitOptimizer(StatefulOptimizer):
         """Goes back into the warm-up: dense steps, in which the second moments learn again, until the next freeze.
 
         Call it on all ranks, between ``step()`` and the next backward. Weights, step counts and the momentum (unpacked to fp32;
-        0 for a tensor whose second moments are all 0, which holds compression noise alone) stay. The second moments go on from their frozen values, with the floor of the denominators in them, which coordinates that
-        have hardly seen a gradient keep until they have learned better; their bias-corrected values do not jump. Residuals are
-        dropped, for a dense step owes nothing, and start from zero at the next freeze.
+        0 for a tensor whose second moments are all 0, which holds compression noise alone) stay. The second moments go on from
+        their frozen values, with the floor of the denominators in them, which coordinates that have hardly seen a gradient keep
+        until they have learned better; their bias-corrected values do not jump. Residuals are dropped, for a dense step owes
+        nothing, and start from zero at the next freeze.
 
         Raises:
             RuntimeError: not frozen, no dense warm-up to go back to (0/1 Adam, BinSGDM), a ``freeze_step`` was given (it would
