@@ -982,7 +982,7 @@ class _DenseAverage:
         else:
             known = {id(p) for p in self._averaged}
             wanted = [p for p in self._candidates if p.requires_grad or id(p) in known]
-        if len(wanted) == len(self._averaged):
+        if [id(p) for p in wanted] == [id(p) for p in self._averaged]:
             return
         self.close()
         self._averaged = wanted
