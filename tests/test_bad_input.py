@@ -265,11 +265,12 @@ def contradicting_factory() -> None:
 
 
 def copied() -> None:
-    copy.deepcopy(stepped())
+    """As part of a module, whose copy (weight averaging) may hold one that nobody uses."""
+    copy.deepcopy(stepped()).step()
 
 
 def pickled() -> None:
-    pickle.dumps(optimizer())
+    pickle.loads(pickle.dumps(stepped())).state_dict()
 
 
 #: name -> (call, error, words of its message: what, value where there is one, remedy)
@@ -298,8 +299,8 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "state of another algorithm": (other_state, ValueError, ["'onebit_adam'", "'binsgdm'", "weights only"]),
     "state of a plain optimizer": (state_of_a_plain_optimizer, ValueError, ["BinSGDM", "weights only"]),
     "residuals of another run": (other_residuals, ValueError, ["steps=2", "has 0"]),
-    "a copy": (copied, TypeError, ["OnebitAdam cannot be copied", "state_dict()"]),
-    "a pickle": (pickled, TypeError, ["OnebitAdam cannot be copied or pickled", "state_dict()"]),
+    "a copy": (copied, AttributeError, ["OnebitAdam was copied", "state_dict()"]),
+    "a pickle": (pickled, AttributeError, ["OnebitAdam was copied or unpickled", "state_dict()"]),
     "clipping on top of max_grad_norm": (clipped_twice, ValueError, ["max_grad_norm=1.0", "one of the two"]),
     "clipping what has been sent": (clipped_early, ValueError, ["overlap='backward'", "overlap='step'"]),
     "a bad norm": (lambda: optimizer().clip_grad_norm_(0.0), ValueError, ["max_norm=0.0", "> 0"]),

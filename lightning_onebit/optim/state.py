@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,12 +32,17 @@ class StatefulOptimizer(ArenaOptimizer):
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Raises ``TypeError``: a copy would be tied to the same ranks, and without what is laid out for its parameters."""
-        raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled, for it is tied to its parameters and to other ranks; make a new optimizer "
-            "for the other parameters, and let it load_state_dict() this one's state_dict()"
-        )
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Says what a copy is: copying or pickling a module that holds an optimizer takes its groups along, and nothing else."""
+            text = f"{type(self).__name__!r} object has no attribute {name!r}"
+            if "param_groups" in self.__dict__ and "settings" not in self.__dict__ and not name.startswith("__"):
+                text = (
+                    f"this {type(self).__name__} was copied or unpickled and can do nothing, for the original is tied to its parameters "
+                    "and to other ranks; make a new optimizer for the other parameters, and let it load_state_dict() the original's state_dict()"
+                )
+            raise AttributeError(text)
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:
