@@ -105,9 +105,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._group_of: list[int] = []
         self._t: list[int] = []
         self._masters: dict[int, Tensor] = {}
-        self._versions: dict[
-            int, int
-        ] = {}  # of the parameters that have masters, when those were last compared with them
+        # versions of the parameters that have masters, when those were last compared with them
+        self._versions: dict[int, int] = {}
         self._dense_state: dict[int, dict[str, Tensor]] = {}
         # parameters in the block plan ("slots" are positions in this list) and those averaged densely for ever
         self._slots: list[int] = []

@@ -443,8 +443,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
     def _abandon_step(self) -> None:
         if self._session is not None:
-            for bucket in self._early_buckets[self._launched :]:
-                self._session.launch(bucket)
+            self._launch_rest(self._session)
             self._session.finish()
         self._session, self._arrived, self._launched, self._landed = None, [], 0, set()
         self._remove_landing_hooks()  # they know parameters by their slots

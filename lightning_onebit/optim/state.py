@@ -39,8 +39,9 @@ class StatefulOptimizer(ArenaOptimizer):
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
             if "param_groups" in self.__dict__ and "settings" not in self.__dict__ and not name.startswith("__"):
                 text = (
-                    f"this {type(self).__name__} was copied or unpickled and can do nothing, for the original is tied to its parameters "
-                    "and to other ranks; make a new optimizer for the other parameters, and let it load_state_dict() the original's state_dict()"
+                    f"this {type(self).__name__} was copied or unpickled and can do nothing: the original is tied to its parameters "
+                    "and to other ranks; make a new optimizer for the other parameters, and let it load_state_dict() the original's "
+                    "state_dict()"
                 )
             raise AttributeError(text)
 
