@@ -523,6 +523,27 @@ def test_steps_are_compressed_from_the_32nd_refresh_on_as_the_oracle_says(world:
     assert_follows(run_world(train, world, made), made, simulated, seen)
 
 
+def refused_load_worker(group: Any, rank: int, world: int) -> bool:
+    p = torch.nn.Parameter(torch.ones(40))
+    options = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
+    optimizer = ZeroOneAdam([p], lr=0.1, block_size=32, process_group=group, **options)
+    draw = torch.Generator().manual_seed(rank)
+    while not optimizer.mid_local:
+        p.grad = torch.randn(40, generator=draw)
+        optimizer.step()
+    mine = p.detach().clone()
+    optimizer.show_consensus()
+    shown = p.detach().clone()
+    with pytest.raises(ValueError, match="groups"):
+        optimizer.load_state_dict({**optimizer.state_dict(), "param_groups": []})
+    optimizer.show_local()
+    return not equal(mine, shown) and equal(p.detach(), mine)
+
+
+def test_a_load_that_is_refused_while_the_shared_model_is_shown_leaves_the_way_back() -> None:
+    assert run_world(refused_load_worker, 2) == [True, True]
+
+
 def test_a_run_resumed_around_the_32nd_refresh_is_the_run_that_was_not_interrupted() -> None:
     for kinds, equals, _ in run_world(resumed_everywhere, 2, settling(), 44, 62):
         # (48 is skipped, and its refresh made at 49)

@@ -12,7 +12,7 @@ from lightning_onebit.kernels.common import is_dense
 
 
 class _DenseBucket:
-    """A flat buffer for some parameters' gradients, with one presence slot per parameter at its end."""
+    """A flat buffer for some parameters' gradients, with one presence slot per parameter at its end (those without elements too)."""
 
     def __init__(self, params: Sequence[torch.nn.Parameter], indices: Sequence[int]) -> None:
         self.indices = tuple(indices)
@@ -124,7 +124,20 @@ class Reducer:
             size += nbytes
         if current:
             buckets.append(_DenseBucket(self.params, current))
-        return buckets
+        return [
+            _DenseBucket(self.params, [*b.indices, *self._elementless(b, buckets[k + 1 :])])
+            for k, b in enumerate(buckets)
+        ]
+
+    def _elementless(self, bucket: _DenseBucket, later: Sequence[_DenseBucket]) -> list[int]:
+        """Parameters without elements whose presence a bucket tells: those of its lane, if it is the last of that lane.
+
+        Hooks do not count them, so that bucket leaves in ``finish()``, when it is known which ranks have their gradients.
+        """
+        lane = self._lanes[bucket.indices[0]]
+        if any(self._lanes[b.indices[0]] == lane for b in later):
+            return []
+        return [i for i, p in enumerate(self.params) if p.numel() == 0 and self._lanes[i] == lane]
 
     def _kind(self, index: int) -> tuple[object, ...]:
         p = self.params[index]
@@ -214,7 +227,7 @@ class Reducer:
 
         Returns:
             Per parameter, whether any rank had a gradient (alike on all ranks; False in lanes that are not selected). One without
-            elements, of which nothing is sent, counts as having none.
+            elements has none if no parameter of its lane has any.
         """
         for bucket in self._buckets:
             for i in bucket.indices:
@@ -233,6 +246,8 @@ class Reducer:
             anywhere = here if all(here) else [s > 0 for s in bucket.slots.tolist()]
             for k, i in enumerate(bucket.indices):
                 present[i] = here[k] or anywhere[k]
+                if self.params[i].numel() == 0:
+                    continue  # may have another dtype than its bucket
                 # an allocator of a device keeps what is given back
                 if self._armed and bucket.device.type == "cpu" and (old := self.params[i].grad) is not None:
                     self._spent.append(old)

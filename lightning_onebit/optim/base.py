@@ -588,8 +588,7 @@ class OnebitOptimizer(StatefulOptimizer):
         if self._present is not None:
             assert self._reducer is not None
             for i in self._averaged():
-                # of a parameter without elements nothing is sent that could say which ranks have its gradient: it has one
-                present[i] = self._present[self._reduced_at[i]] or params[i].numel() == 0
+                present[i] = self._present[self._reduced_at[i]]
         local = [i for i in self._known() if params[i].grad is not None]
         shared = set(self._averaged()) if self._reducer is not None else set()
         self._trusted = self._trusted and not norm

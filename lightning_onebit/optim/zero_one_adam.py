@@ -609,10 +609,9 @@ class ZeroOneAdam(RefreshingAdam):
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """See the base; the weights that are shown are those the state belongs to."""
-        self._hidden = {}
-        super().load_state_dict(state_dict)
+    def _abandon_step(self) -> None:
+        self._hidden = {}  # the weights that are shown are those the state that is loaded belongs to
+        super()._abandon_step()
 
     @property
     def converts_residuals(self) -> bool:
