@@ -694,6 +694,7 @@ def studies() -> dict[str, list[Chain]]:
                 also=((4, False, ALL_SEEDS), (2, True, MANY_SEEDS), four, (16, False, MANY_SEEDS)),
                 also_rungs=(-0.5, 0),
             ),
+            # with 16 workers all seeds, at the better lr only
             digits(
                 "onebit_lamb",
                 refine=True,
