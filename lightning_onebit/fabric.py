@@ -217,11 +217,12 @@ class FabricMixin(_Base):
 
     def backward(self, tensor: Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Runs backward; afterwards gradients are averaged where the next step is dense."""
-        for optimizer in self._optimizers:
+        concerned = [optimizer for optimizer in self._optimizers if optimizer.trains]
+        for optimizer in concerned:
             optimizer.begin_backward(self._sync)
         super().backward(tensor, module, *args, **kwargs)
         if self._sync:
-            for optimizer in self._optimizers:
+            for optimizer in concerned:
                 optimizer.sync_gradients()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:

@@ -634,13 +634,16 @@ class OnebitMixin(_Base):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         sync, run = self._sync_backward, self._run
-        for compressed in self.onebit_optimizers:
+        # toggled off altogether, as the other network of a GAN: nothing will arrive, on any rank, and step() averages what is left of
+        # earlier backwards
+        concerned = [optimizer for optimizer in self.onebit_optimizers if optimizer.trains]
+        for compressed in concerned:
             compressed.begin_backward(sync)
         if run is not None and run.dense is not None and sync:
             run.dense.begin()
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         if sync:
-            for compressed in self.onebit_optimizers:
+            for compressed in concerned:
                 compressed.sync_gradients()
             if run is not None and run.dense is not None:
                 run.dense.finish()

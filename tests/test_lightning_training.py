@@ -494,3 +494,55 @@ def test_manual_optimization_with_a_compressed_and_a_dense_optimizer() -> None:
         assert found["different"] == []
         # a parameter that no optimizer owns still gets averaged gradients: the mean of 1 and 2
         assert all(grads == [1.5, 1.5, 1.5] for grads in found["orphan"])
+
+
+def two_compressed(rank: int, world: int, toggled: bool) -> dict[str, Any]:
+    """Two networks with a compressed optimizer each; in the second epoch the first one's gradients wait for its step()."""
+    pl = enter(rank)
+
+    def net() -> torch.nn.Module:
+        return torch.nn.ModuleDict({"a": plain_net(), "b": plain_net()})
+
+    def configure(module: Any) -> Any:
+        return [module.trainer.strategy.optimizer(module.net[name].parameters(), lr=1e-2) for name in "ab"]
+
+    def training_step(module: Any, batch: Any, index: int) -> None:
+        def backward(name: str) -> None:
+            module.manual_backward(torch.nn.functional.cross_entropy(module.net[name](batch[0]), batch[1]))
+
+        first, second = module.optimizers()
+        for optimizer in (first, second):
+            optimizer.zero_grad()
+        if not toggled:
+            backward("a")
+            first.step()
+            backward("b")
+            second.step()
+            return
+        with first.toggle_model(sync_grad=module.current_epoch == 0):
+            backward("a")
+        with second.toggle_model():
+            backward("b")
+        second.step()
+        first.step()
+
+    module = make_module(pl, configure, net, seed=rank, training_step=training_step, automatic_optimization=False)
+    strategy = strategy_class()()
+    quiet_trainer(pl, strategy, max_epochs=2, callbacks=[frozen_late(pl)]).fit(module, loader())
+    return {
+        "ratio": [optimizer.ledger.ratio for optimizer in strategy.onebit_optimizers],
+        "different": same_on_all_ranks(dict(module.named_parameters())),
+        "weights": {name: p.detach().clone() for name, p in module.named_parameters()},
+    }
+
+
+def test_a_backward_sends_nothing_for_a_compressed_optimizer_that_is_toggled_off() -> None:
+    apart = run_ranks(two_compressed, 2, True)
+    together = run_ranks(two_compressed, 2, False)
+    for found in (*apart, *together):
+        assert found["different"] == []
+    # a control round and presence slots are all that is added to the gradients; without toggling each backward sends both networks'
+    assert all(0.9 < ratio <= 1 for ratio in apart[0]["ratio"])
+    assert all(ratio < 0.6 for ratio in together[0]["ratio"])
+    # neither who is averaged when nor what waits for step() changes what is computed
+    assert differing(apart[0]["weights"], together[0]["weights"]) == []

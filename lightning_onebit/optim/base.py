@@ -114,6 +114,11 @@ class OnebitOptimizer(StatefulOptimizer):
         return not self.compresses or self._wants_dense() if self._decision is None else self._decision
 
     @property
+    def trains(self) -> bool:
+        """Whether any of its parameters requires a gradient now; not those of an optimizer that is toggled off."""
+        return any(p.requires_grad for group in self.param_groups for p in group["params"])
+
+    @property
     def freeze_step(self) -> int | None:
         """Number of dense steps after which compression begins; None: by ``freeze()``."""
         return self.settings.get("freeze_step")
