@@ -78,7 +78,11 @@ def _model(setting: Setting) -> Any:
 
 
 def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Callable[[], dict[str, Any]]]:
-    """A training step ``(x, y) -> None`` and a function that tells what it has learned about itself."""
+    """A training step ``(x, y) -> None`` and a function that tells what it has learned about itself, which ends the method.
+
+    1-bit Adam's is a collective: it takes as many steps again in which all hosts begin the exchange together, as they begin the
+    all-reduce, so that waiting for a host whose backward was late does not count as exchange.
+    """
     import torch
     import torch.distributed as dist
     from torch.nn.functional import cross_entropy
@@ -99,27 +103,36 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
 
         overlap = "backward" if name == "onebit_backward" else "step"
         onebit = OnebitAdam(model.parameters(), lr=1e-4, freeze_step=1, bucket_mb=setting.bucket_mb, overlap=overlap)
-        seconds = {"exchange": [], "local": [], "waiting": []}
+        seconds: dict[str, list[float]] = {}
+        inputs: list[tuple[Any, Any]] = []
 
-        def onebit_step(x: Any, y: Any) -> None:
+        def onebit_step(x: Any, y: Any, together: bool = False) -> None:
             onebit.begin_backward()
             loss(model, x, y).backward()
+            if together:
+                dist.barrier()
             start = time.perf_counter()
             onebit.step()
-            seconds["exchange"].append(time.perf_counter() - start)
+            spent = time.perf_counter() - start
             onebit.zero_grad()
-            assert onebit.ledger.last is not None
-            seconds["local"].append(onebit.ledger.last.compression_seconds)
-            seconds["waiting"].append(onebit.ledger.last.communication_seconds)
+            inputs[:] = [(x, y)]
+            record = onebit.ledger.last
+            assert record is not None
+            kind = "" if together else "in_step_"
+            seconds.setdefault(f"{kind}exchange_seconds", []).append(spent)
+            seconds.setdefault(f"{kind}local_seconds", []).append(record.compression_seconds)
+            seconds.setdefault(f"{kind}waiting_seconds", []).append(record.communication_seconds)
 
         def told() -> dict[str, Any]:
+            for _ in range(2 + setting.steps if overlap == "step" else 0):
+                onebit_step(*inputs[0], together=True)
             record = onebit.ledger.last
             assert record is not None and not record.dense and record.bytes_sent
-            # the first steps are the dense one and the first touch of memory
             return {
                 "bytes_sent": record.bytes_sent,
                 "collectives": record.collectives,
-                **{f"{key}_seconds": statistics.median(values[2:]) for key, values in seconds.items()},
+                # the first steps are the dense one and the first touch of memory
+                **{key: statistics.median(values[2:]) for key, values in seconds.items()},
             }
 
         return onebit_step, told
@@ -231,7 +244,7 @@ def measure(setting: Setting, hosts: int, timeout: float, deepspeed_python: str 
 
 
 def floor(result: dict[str, Any]) -> dict[str, float]:
-    """The exchange against its floor: bytes over bandwidth plus the local cost measured in the same steps."""
+    """The exchange, begun by all hosts together, against its floor: bytes over bandwidth plus the local cost of the same steps."""
     facts = result["facts"].get("onebit")
     if not facts:
         return {}
@@ -263,9 +276,10 @@ def table(result: dict[str, Any]) -> str:
     if result["floor"]:
         facts, f = result["facts"]["onebit"], result["floor"]
         lines.append(
-            f"  exchange (whole optimizer step) {facts['exchange_seconds'] * 1e3:.0f} ms = {f['exchange_over_floor']:.2f}x of "
+            f"  exchange (whole optimizer step, begun together) {facts['exchange_seconds'] * 1e3:.0f} ms = {f['exchange_over_floor']:.2f}x of "
             f"{f['wire_seconds'] * 1e3:.0f} ms wire + {facts['local_seconds'] * 1e3:.0f} ms local; "
-            f"{f['all_reduce_over_exchange']:.1f}x faster than the all-reduce"
+            f"{f['all_reduce_over_exchange']:.1f}x faster than the all-reduce; in training steps, late hosts and all, "
+            f"{facts['in_step_exchange_seconds'] * 1e3:.0f} ms"
         )
     return "\n".join(lines)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from lightning_onebit.comm.transport import Pending, Transport
+from lightning_onebit.comm.transport import CollectiveFailure, Pending, Transport
 from lightning_onebit.kernels.common import is_dense
 
 
@@ -251,7 +252,7 @@ class Reducer:
                 # an allocator of a device keeps what is given back
                 if self._armed and bucket.device.type == "cpu" and (old := self.params[i].grad) is not None:
                     self._spent.append(old)
-                self.params[i].grad = bucket.views[k] if present[i] else None
+                self.params[i].grad = bucket.views[k].detach() if present[i] else None
         self._reset()
         self.stale = False
         return present
@@ -277,7 +278,11 @@ class Reducer:
 
     def close(self) -> None:
         """Removes the hooks and gives the buffers up; gradients that are views of them stay valid."""
-        self._drain()
+        with contextlib.suppress(CollectiveFailure):  # said when it was waited for; nobody will look at what it brings
+            self._drain()
+        for bucket in self._all_buckets:
+            bucket.pending = None
+        self._reset()
         for handle in self._handles:
             handle.remove()
         self._handles, self._spent = [], []

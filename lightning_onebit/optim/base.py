@@ -369,6 +369,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
     # ----- the step template ------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimizer step, with all communication it owes.

@@ -51,7 +51,7 @@ def dense_adamw_(
     counts = [float(n) if bias_correction else _NO_BIAS_CORRECTION for n in t]
     adamw(
         list(x),
-        [grad.float() for grad in g],
+        [_in_order_of(grad.float(), w) for grad, w in zip(g, x, strict=True)],
         list(m),
         list(v),
         [],
@@ -65,6 +65,13 @@ def dense_adamw_(
         eps=eps,
         maximize=False,
     )
+
+
+def _in_order_of(grad: Tensor, like: Tensor) -> Tensor:
+    """A gradient in the memory order of its weights: torch's fused kernel goes through memory, whatever the strides."""
+    if grad.stride() == like.stride():
+        return grad
+    return torch.empty_like(like).copy_(grad)
 
 
 def second_moment_floor(v: Tensor, phi: float) -> tuple[Tensor, Tensor]:

@@ -276,6 +276,7 @@ class ZeroOneAdam(RefreshingAdam):
             self._params[i].data = data
         self._hidden = {}
 
+    @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """See ``OnebitOptimizer.step``."""
         self.show_local()
