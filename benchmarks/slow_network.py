@@ -276,8 +276,8 @@ def table(result: dict[str, Any]) -> str:
     if result["floor"]:
         facts, f = result["facts"]["onebit"], result["floor"]
         lines.append(
-            f"  exchange (whole optimizer step, begun together) {facts['exchange_seconds'] * 1e3:.0f} ms = {f['exchange_over_floor']:.2f}x of "
-            f"{f['wire_seconds'] * 1e3:.0f} ms wire + {facts['local_seconds'] * 1e3:.0f} ms local; "
+            f"  exchange (whole optimizer step, begun together) {facts['exchange_seconds'] * 1e3:.0f} ms = "
+            f"{f['exchange_over_floor']:.2f}x of {f['wire_seconds'] * 1e3:.0f} ms wire + {facts['local_seconds'] * 1e3:.0f} ms local; "
             f"{f['all_reduce_over_exchange']:.1f}x faster than the all-reduce; in training steps, late hosts and all, "
             f"{facts['in_step_exchange_seconds'] * 1e3:.0f} ms"
         )

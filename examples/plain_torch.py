@@ -4,9 +4,10 @@
     python examples/plain_torch.py          # the same: starts torchrun itself
     python examples/plain_torch.py --algorithm binsgdm
 
-Three rules: do not wrap the model in DistributedDataParallel; leave gradients local; call ``step()`` on all ranks
-equally often. In the middle the program saves a checkpoint and goes on from it, as after an interruption: what all
-ranks share in one file, residuals in one file per rank.
+Four rules: do not wrap the model in DistributedDataParallel; leave gradients local; call ``step()`` on all ranks
+equally often; look at the model (to validate, to save) within ``optimizer.consensus()``. In the middle the program saves
+a checkpoint and goes on from it, as after an interruption: what all ranks share in one file, residuals in one file per
+rank.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ def fresh_model() -> nn.Module:
 
 def save(folder: Path, model: nn.Module, optimizer: OnebitOptimizer) -> None:
     """Write ``shared.pt`` on rank 0, and on every rank what only that rank has."""
-    if dist.get_rank() == 0:
-        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "shared.pt")
+    with optimizer.consensus():  # between synchronisations of 0/1 Adam every rank has weights of its own
+        if dist.get_rank() == 0:
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / "shared.pt")
     torch.save(optimizer.residual_state_dict(), folder / f"rank{dist.get_rank()}.pt")
     dist.barrier()
 
@@ -80,6 +82,7 @@ def train(chosen: argparse.Namespace, folder: Path) -> None:
             optimizer.zero_grad()
             F.cross_entropy(model(images), labels).backward()
             optimizer.step()
+    optimizer.synchronise()  # 0/1 Adam may have ended among local steps
 
     images, labels = validation.tensors
     weights = torch.cat([p.detach().flatten() for p in model.parameters()])

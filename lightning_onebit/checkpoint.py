@@ -367,7 +367,8 @@ def restore_residuals(
     if failed is not None:
         raise ShardError(failed)
     for optimizer, state in zip(optimizers, states, strict=True):
-        optimizer.load_residual_state_dict(state)
+        # (weights that the program has changed on loading count for the model that all share)
+        optimizer.load_residual_state_dict({k: v for k, v in state.items() if k != "shared_weights"})
     return said
 
 
@@ -400,7 +401,7 @@ def _states_for(
 
 def _fits(state: dict[str, Any], own: dict[str, Any], optimizer: OnebitOptimizer) -> bool:
     """Whether an optimizer that describes itself as ``own`` can load this state as it is."""
-    free = {"tensors": 0, **({"preconditioned": False} if optimizer.converts_residuals else {})}
+    free = {"tensors": 0, "shared_weights": 0, **({"preconditioned": False} if optimizer.converts_residuals else {})}
     return {**state, **free} == {**own, **free}
 
 

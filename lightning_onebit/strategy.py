@@ -46,7 +46,7 @@ from lightning_onebit.comm import (
 )
 from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.arena import TRAINABLE_DTYPES
-from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers
+from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_in
 from lightning_onebit.optim.options import check_integer
 from lightning_onebit.registry import Algorithm, check_options, find_algorithm, register
 
@@ -391,10 +391,12 @@ class OnebitMixin(_Base):
             named = _named_dtypes(self.lightning_module) if "has dtype" in str(error) else ""
             if not named:
                 raise
+            precise = str(getattr(self.precision_plugin, "precision", "")) == "64-true"
+            remedy = 'train with `precision="32-true"`' if precise else "make it float32 (`module.float()`)"
             raise self._misconfiguration(
-                f"compressed optimizers train float32, bfloat16 and float16, but {named}: make it float32 (`module.float()`), hold the "
-                "real and imaginary parts of a complex one in two parameters, or give it to an optimizer of its own that is trained with "
-                '`other_optimizers="dense"`.'
+                f"compressed optimizers train float32, bfloat16 and float16, but {named}: {remedy}, hold the real and imaginary parts of "
+                "a complex one in two parameters, or give it to an optimizer of its own and train that with "
+                '`OnebitStrategy(other_optimizers="dense")`.'
             ) from error
         if self._options and not self.onebit_optimizers:
             raise self._misconfiguration(
@@ -402,6 +404,7 @@ class OnebitMixin(_Base):
                 "`self.trainer.strategy.optimizer(...)` from `configure_optimizers`, or remove the options."
             )
         self._check_ownership()
+        self._check_clipping(trainer)
         self._settle_freeze(trainer)
         if not _connected():
             return
@@ -479,6 +482,8 @@ class OnebitMixin(_Base):
         reason = "it has no compressed counterpart"
         if type(optimizer) in self._algorithm.converts:
             found = obstacle(optimizer)
+            if found is None and self._other_optimizers == "dense":
+                found = _untrainable(optimizer)
             if self._convert_optimizers and found is None:
                 return self._convert(optimizer)
             reason = found if found is not None else "conversion is turned off (convert_optimizers=False)"
@@ -519,6 +524,7 @@ class OnebitMixin(_Base):
             repoint_schedulers([config.scheduler for config in self.lr_scheduler_configs], optimizer, converted)
         except ValueError as error:
             raise self._misconfiguration(str(error)) from error
+        stand_in(optimizer, converted)
         return converted
 
     def _check_ownership(self) -> None:
@@ -551,6 +557,15 @@ class OnebitMixin(_Base):
             raise self._misconfiguration(
                 'overlap="backward" sends gradients while precision="16-mixed" still has the loss scale in them: use '
                 'overlap="step", or precision="bf16-mixed".'
+            )
+
+    def _check_clipping(self, trainer: Any) -> None:
+        """Only one of the two clips."""
+        limits = [o.options.max_grad_norm for o in self.onebit_optimizers if o.options.max_grad_norm is not None]
+        if trainer.gradient_clip_val is not None and limits:
+            raise self._misconfiguration(
+                f"gradient_clip_val={trainer.gradient_clip_val} of the Trainer and max_grad_norm={limits[0]} of the optimizer would both "
+                "clip: give one of them."
             )
 
     def _check_sharing(self, names: Mapping[int, str]) -> None:
@@ -807,6 +822,8 @@ class OnebitMixin(_Base):
             ShardError: that is missing or damaged, and ``strict_residuals=True``; otherwise it is a warning.
         """
         super().load_optimizer_state_dict(checkpoint)
+        for plain, converted in self._converted.items():
+            stand_in(plain, converted)  # loading makes new groups
         lost = self._restore_residuals(checkpoint) if self.onebit_optimizers else None
         if lost is not None:
             if self._strict_residuals:
@@ -1068,6 +1085,12 @@ def _unwrap(optimizer: Any) -> Any:
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _untrainable(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why no compressed optimizer can hold these parameters, or None."""
+    strange = {str(p.dtype) for p in _parameters([optimizer])} - {str(dtype) for dtype in TRAINABLE_DTYPES}
+    return f"it holds {' and '.join(sorted(strange))} parameters" if strange else None
 
 
 def _ignored(module: torch.nn.Module) -> set[str]:

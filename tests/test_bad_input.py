@@ -196,7 +196,7 @@ def twice_frozen() -> None:
 
 
 def late_group() -> None:
-    frozen().add_param_group({"params": [torch.nn.Parameter(torch.ones(3))]})
+    frozen().add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "compress": True})
 
 
 def late_parameter() -> None:

@@ -546,3 +546,62 @@ def test_a_backward_sends_nothing_for_a_compressed_optimizer_that_is_toggled_off
     assert all(ratio < 0.6 for ratio in together[0]["ratio"])
     # neither who is averaged when nor what waits for step() changes what is computed
     assert differing(apart[0]["weights"], together[0]["weights"]) == []
+
+
+# ----- optimizers and layers that others hold on to -------------------------------------------------------------------------
+
+
+def keeps_its_optimizer(rank: int, world: int, folder: str) -> list[float]:
+    """How far ``onebit_adam``, not yet compressed, is from ddp where a module sets lr through the optimizer that it has made and kept."""
+    pl = enter(rank)
+    found = []
+
+    def configure(module: Any) -> Any:
+        module.own = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        return module.own
+
+    def on_train_epoch_start(module: Any) -> None:
+        module.own.param_groups[0]["lr"] = (1e-2, 1e-3, 0.0)[module.current_epoch]
+
+    for make in (lambda: "ddp", lambda: strategy_class(pl)("onebit_adam", freeze_step=10**6)):
+        path, module = f"{folder}/{len(found)}.ckpt", None
+        for epochs in (1, 3):  # the second Trainer resumes
+            module = make_module(pl, configure, plain_net, seed=epochs, on_train_epoch_start=on_train_epoch_start)
+            trainer = quiet_trainer(pl, make(), max_epochs=epochs)
+            trainer.fit(module, loader(), ckpt_path=path if epochs == 3 else None)
+            trainer.save_checkpoint(path)
+        found.append(module)
+    with pytest.raises(RuntimeError, match="has been converted to OnebitAdam"):
+        found[1].own.step()
+    return [float((a - b).detach().abs().max()) for a, b in zip(*(m.parameters() for m in found), strict=True)]
+
+
+def test_a_module_that_sets_lr_through_the_optimizer_it_made_sets_what_trains(tmp_path: Any) -> None:
+    for differences in run_ranks(keeps_its_optimizer, 2, str(tmp_path)):
+        assert max(differences) < 1e-5
+
+
+def unfreezes_late(rank: int, world: int) -> dict[str, Any]:
+    pl = enter(rank)
+    finetuning = importlib.import_module(f"{pl.__name__}.callbacks").BackboneFinetuning
+
+    def configure(module: Any) -> Any:
+        return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+
+    module = make_module(pl, configure, plain_net)
+    module.backbone = module.net[0]
+    before = module.backbone.weight.detach().clone()
+    strategy = strategy_class(pl)("onebit_adam", freeze_step=2)
+    quiet_trainer(pl, strategy, max_epochs=3, callbacks=[finetuning(1, verbose=False)]).fit(module, loader())
+    [optimizer] = strategy.onebit_optimizers
+    return {
+        "groups": [group["compress"] for group in optimizer.param_groups],
+        "moved": not torch.equal(before, module.backbone.weight),
+        "different": same_on_all_ranks(dict(module.named_parameters())),
+    }
+
+
+def test_layers_that_backbone_finetuning_unfreezes_after_the_freeze_are_averaged_densely() -> None:
+    """Lightning makes the new group, and cannot be told ``compress=False``."""
+    for found in run_ranks(unfreezes_late, 2):
+        assert found == {"groups": [True, False], "moved": True, "different": []}

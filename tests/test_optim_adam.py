@@ -1146,23 +1146,25 @@ def test_add_param_group_in_the_warmup_keeps_the_state_of_the_others(when: int) 
     assert_follows(results, run, run.oracle(2, slice(4, 5), lr=0.02), only=slice(4, 5), lr=0.02)
 
 
-def late_group_worker(rank: int, world: int, run: Run) -> Any:
+def late_group_worker(rank: int, world: int, run: Run, given: dict[str, Any]) -> Any:
     params = run.parameters()
     optimizer = OnebitAdam(params[:4], **run.options)
     for t in range(run.steps):
         if t == 6:
-            with pytest.raises(RuntimeError, match=r"add_param_group\(\) in phase 'compressed'"):
-                optimizer.add_param_group({"params": params[4:]})
+            with pytest.raises(RuntimeError, match=r"add_param_group\(\): in phase 'compressed'"):
+                optimizer.add_param_group({"params": params[4:], "compress": True})
             assert len(optimizer.param_groups) == 1
-            optimizer.add_param_group({"params": params[4:], "compress": False})
+            optimizer.add_param_group({"params": params[4:], **given})
+            assert optimizer.param_groups[1]["compress"] is False
         run.put(params, t, rank)
         optimizer.step()
     return {**state_of(optimizer, params), "records": []}
 
 
-def test_after_the_freeze_only_a_dense_group_can_be_added() -> None:
+@pytest.mark.parametrize("given", [{"compress": False}, {}], ids=str)
+def test_a_group_that_is_added_after_the_freeze_is_dense(given: dict[str, Any]) -> None:
     run = Run(12, {"freeze_step": 4, "block_size": 32}, shapes=SMALL, missing=frozenset((t, -1, 4) for t in range(6)))
-    results = run_ranks(late_group_worker, 2, run)
+    results = run_ranks(late_group_worker, 2, run, given)
     assert_follows(results, run, run.oracle(2, slice(0, 4)), only=slice(0, 4))
     assert_follows(results, run, run.oracle(2, slice(4, 5), compressed=[False]), only=slice(4, 5))
 

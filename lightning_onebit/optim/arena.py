@@ -5,6 +5,7 @@ No algorithm and no step lives here; ``base`` adds the step that all share, ``st
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
@@ -27,8 +28,11 @@ from lightning_onebit.comm import (
     plan_buckets,
 )
 from lightning_onebit.kernels import BoundSpans, Packed, get_backend
+from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number
+
+log = logging.getLogger("lightning_onebit")
 
 # lanes of the dense reducer: parameters in the block plan, and those of compress=False groups
 PLAN_LANE, DENSE_LANE = 0, 1
@@ -112,6 +116,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._slots: list[int] = []
         self._slot_of: dict[int, int] = {}
         self._dense: list[int] = []
+        # dtype, shape and strides of the known ones
+        self._forms: list[tuple[int, tuple[torch.dtype, torch.Size, tuple[int, ...]]]] = []
         self._wire_bytes = 0
         self._laid_out_for = (0, 0)
         self._flat: dict[str, Tensor] = {}
@@ -154,16 +160,23 @@ class ArenaOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; ``compress=False`` in it keeps its parameters densely averaged for ever.
 
+        So do those that join after the freeze, where the second moments of compressed ones can no longer be learned.
+
         Raises:
-            RuntimeError: a compressed group is added after the freeze (its second moments could no longer be learned).
+            RuntimeError: a group with ``compress=True`` is added after the freeze.
             TypeError: complex, sparse or non-floating parameters.
             ValueError: options out of range, parameters on several devices.
         """
         if self._plan is not None and not self._takes_new_parameters() and param_group.get("compress", True):
-            raise RuntimeError(
-                f"add_param_group() in phase {self._phase.value!r}: second moments of new parameters can no longer be learned; add the "
-                "group before the freeze, or with compress=False"
+            reason = (
+                f"in phase {self._phase.value!r} second moments of new compressed parameters can no longer be learned"
             )
+            if "compress" in param_group:
+                raise RuntimeError(
+                    f"add_param_group(): {reason}; add the group before the freeze, or with compress=False"
+                )
+            log.warning("add_param_group(): %s, so the new group is averaged densely (compress=False)", reason)
+            param_group = {**param_group, "compress": False}
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
@@ -297,6 +310,15 @@ class ArenaOptimizer(torch.optim.Optimizer):
                 f"the parameters in {type(self).__name__}.param_groups are not those of the last step ({len(listed)} now, "
                 f"{len(self._params)} then); add parameters with add_param_group(), and make a new optimizer to remove or replace some"
             )
+        for i, form in self._forms:
+            p = self._params[i]
+            if (p.dtype, p.shape, p.stride()) != form:
+                dtype, shape, strides = form
+                raise RuntimeError(
+                    f"{self.name_of(i)} was {dtype} of shape {tuple(shape)} with strides {strides}, for which its state is laid out, and "
+                    f"is {p.dtype} of shape {tuple(p.shape)} with strides {p.stride()} now; change the model before the first step, or "
+                    "make a new optimizer, which can load_state_dict() the state"
+                )
 
     # ----- plan and connection -----------------------------------------------------------------------------------------
 
@@ -364,6 +386,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._dense = [i for i in trainable if not self.param_groups[self._group_of[i]]["compress"]]
         self._wire_bytes = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
         self._bound = {}
+        known_now = ((i, self._params[i]) for i in self._known())
+        self._forms = [(i, (p.dtype, p.shape, p.stride())) for i, p in known_now]
 
     def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
         ranks = self._ranks()
@@ -413,6 +437,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
             lobby = Transport(ranks, ByteLedger(), self._timeout, self.algorithm)
             lobby.step = self._transport.step
             handshake(lobby, self.plan_description(), self._device, "training plan")
+            if not self._steps:
+                handshake(lobby, self._first_weights(), self._device, "first weights")
 
     def _renew_reducer(self) -> None:
         if self._reducer is not None:
@@ -447,6 +473,15 @@ class ArenaOptimizer(torch.optim.Optimizer):
                 f"{self.name_of(i)}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, group {self._group_of[i]}"
             )
         return lines
+
+    def _first_weights(self) -> list[str]:
+        """What ranks that begin with equal weights agree on: DDP would broadcast rank 0's."""
+        known = self._known()
+        sums = bit_sums([self._params[i] for i in known])
+        return [
+            f"{self.name_of(i)}: its bits add up to {total} (seed the ranks alike, or broadcast rank 0's weights)"
+            for i, total in zip(known, sums, strict=True)
+        ]
 
     # ----- arenas ------------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket, Control, ExchangeSession, Topology, control_round, ring_bytes, torn_down_last
 from lightning_onebit.kernels import BoundSpans, Packed
+from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.arena import DENSE_LANE, PLAN_LANE, Coefficients, Lookups, Phase
 from lightning_onebit.optim.options import CommonOptions, check_number
 from lightning_onebit.optim.state import StatefulOptimizer
@@ -98,6 +100,8 @@ class OnebitOptimizer(StatefulOptimizer):
         self._owed: list[int] = []
         # whether the buckets of the running step came back finite, where nobody looked at the gradients before
         self._trusted = False
+        # on CUDA: the sum of the scales of the last step's exchange
+        self._doubt: Download | None = None
         self._launched = 0
         self._landed: set[int] = set()
         self._early_buckets: list[Bucket] = []
@@ -382,7 +386,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
         Raises:
             FloatingPointError: with this step ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
-                rank (0: this one had).
+                rank (0: this one had); or squares of finite ones overflow fp32 (on CUDA it is said by the next step).
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
         """
@@ -396,6 +400,9 @@ class OnebitOptimizer(StatefulOptimizer):
         self.sync_gradients()
         if self._early and not dense:
             return self._step_early(loss)
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and not math.isfinite(doubt.read()):
+            self._raise_overflow(self._steps)
         self._trusted = self._scales_tell and not dense and self.options.max_consecutive_skips == 0
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
         already_clipped = self._verdict is not None
@@ -454,7 +461,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._session, self._arrived, self._launched, self._landed = None, [], 0, set()
         self._remove_landing_hooks()  # they know parameters by their slots
         self._finish_reduction()
-        self._present = self._verdict = self._decision = None
+        self._present = self._verdict = self._decision = self._doubt = None
 
     # ----- overlap="backward" -----------------------------------------------------------------------------------------
 
@@ -534,12 +541,18 @@ class OnebitOptimizer(StatefulOptimizer):
                 "overlap='backward' gradients leave before all of them can be checked, so the step cannot be skipped; resume from "
                 "the last checkpoint with overlap='step'"
             )
+        dense = self._judge(norm=False) if self._dense and self._reducer is not None else None
+        if dense is not None and not dense.finite:
+            raise FloatingPointError(
+                f"step {self._steps + 1}: a gradient of a compress=False group was not finite on at least one rank. With "
+                "overlap='backward' the others have been sent, so the step cannot be skipped; resume from the last checkpoint "
+                "with overlap='step'"
+            )
         with self.ledger.compressing():
             for bucket, gathered in arrived:
                 self.finish(bucket, gathered)
             self._end_exchange()
         self._publish([i for i in self._slots if self._active[i]])
-        dense = self._judge(norm=False) if self._dense and self._reducer is not None else None
         self._step_dense([i for i in self._dense if dense is None or dense.present[i]])
         self._steps += 1
         self._close_step(False, skipped=False)
@@ -548,11 +561,38 @@ class OnebitOptimizer(StatefulOptimizer):
 
     def _non_finite(self, arrived: Sequence[tuple[Bucket, Tensor]]) -> Bucket | None:
         """The first bucket with a scale that is not finite: all ranks hold the same ones, so all see a bad gradient of any rank."""
-        size = self._ranks().size
-        scales = [Packed(raw, bucket.blocks // size, bucket.block_size).scales for bucket, raw in arrived]
-        if not scales or bool(torch.stack([torch.isfinite(s).all() for s in scales]).all()):
+        sums = self._scale_sums(arrived)
+        if not arrived or bool(torch.isfinite(sums).all()):
             return None
-        return next(b for (b, _), s in zip(arrived, scales, strict=True) if not bool(torch.isfinite(s).all()))
+        return next(
+            bucket for (bucket, _), total in zip(arrived, sums.tolist(), strict=True) if not math.isfinite(total)
+        )
+
+    def _scale_sums(self, arrived: Sequence[tuple[Bucket, Tensor]]) -> Tensor:
+        """Sum of each bucket's scales, fp64: finite if all of them are (fp32) numbers."""
+        size = self._ranks().size
+        sums = [Packed(raw, b.blocks // size, b.block_size).scales.sum(dtype=torch.float64) for b, raw in arrived]
+        return torch.stack(sums) if sums else torch.zeros(0)
+
+    def _check_arrived(self) -> None:
+        """Raises where what has been exchanged is not finite although nobody saw a gradient that is not."""
+        arrived, self._arrived = self._arrived, []
+        if self._device.type == "cuda" and not self._trusted:
+            # asked for in the next step: waiting for the device here would hold the program up
+            self._doubt = Download(self._scale_sums(arrived).sum())
+            return
+        if self._non_finite(arrived) is not None:
+            self._raise_overflow(self._steps + 1)
+
+    def _raise_overflow(self, step: int) -> None:
+        reason = (
+            "a non-finite gradient of some rank has entered the exchange: with max_consecutive_skips=0 nobody looks before. Resume from "
+            "the last checkpoint, with max_consecutive_skips > 0 to skip such steps"
+            if self._trusted
+            else "gradients of some rank are finite, but so large that their squares are not (fp32). Resume from the last checkpoint, "
+            "with a lower lr or with gradients clipped"
+        )
+        raise FloatingPointError(f"step {step}: {reason}")
 
     def _close_step(self, dense: bool, *, skipped: bool) -> None:
         self._present = self._verdict = self._decision = None
@@ -656,13 +696,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._end_exchange()
         self._protected = {}
         self._lookups = Lookups()
-        arrived, self._arrived = self._arrived, []
-        if (bad := self._non_finite(arrived)) is not None:
-            raise FloatingPointError(
-                f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange (bucket {bad.index}); with "
-                "max_consecutive_skips=0 nobody looks before. Resume from the last checkpoint, with max_consecutive_skips > 0 to skip "
-                "such steps"
-            )
+        self._check_arrived()
 
     # ----- codec: the exchange's view of an optimizer (see comm.exchange.Codec) -----------------------------------------
 
@@ -720,8 +754,7 @@ class OnebitOptimizer(StatefulOptimizer):
             self._arrived.append((bucket, gathered))  # weights must not change while backward may still read them
             return
         packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
-        if self._trusted:
-            self._arrived.append((bucket, gathered))
+        self._arrived.append((bucket, gathered))
         self._apply(bucket, packed)
         guard = self._protected.get(bucket.index)
         if guard is not None:

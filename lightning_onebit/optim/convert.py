@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from types import MethodType
 from typing import Any
 
 import torch
@@ -83,6 +84,28 @@ def convert_adam(
             # the same dict, so that the handles which users hold still remove their hooks
             setattr(converted, name, getattr(optimizer, name))
     return converted
+
+
+def stand_in(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
+    """Makes a plain optimizer show what trains in its place, for whoever has kept it.
+
+    A module that sets ``lr`` through an attribute of its own, or another library's scheduler, then sets what trains: both have the same
+    groups. ``plain.step()`` raises. Repeat it where ``converted`` has been given other groups (``load_state_dict``).
+
+    Args:
+        plain: what was converted.
+        converted: what trains.
+    """
+    plain.param_groups = converted.param_groups
+    name = type(converted).__name__
+
+    def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        raise RuntimeError(
+            f"this {type(self).__name__} has been converted to {name}, which trains in its place: step that (`self.optimizers()` gives "
+            "it), or turn conversion off (`OnebitStrategy(convert_optimizers=False)`)"
+        )
+
+    plain.step = MethodType(step, plain)  # type: ignore[method-assign]
 
 
 def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:

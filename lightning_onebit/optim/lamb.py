@@ -287,8 +287,8 @@ class OnebitLamb(CompressingAdam):
         self._floored(fresh)
         super()._enter_compressed()
         self._flat["fresh"] = fresh
-        average = self._scalars["coeff_average"]
-        average[average == 0] = 1.0
+        average, slots = self._scalars["coeff_average"], upload(self._slots, self._device, torch.int64)
+        average[slots] = torch.where(average[slots] == 0, 1.0, average[slots])
 
     def _leave_compressed(self) -> None:
         super()._leave_compressed()

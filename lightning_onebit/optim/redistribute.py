@@ -67,7 +67,7 @@ class Redistribution:
     """
 
     def __init__(self, mine: Mapping[str, Any], *, converts: bool = False) -> None:
-        self._mine = {key: value for key, value in mine.items() if key != "tensors"}
+        self._mine = {key: value for key, value in mine.items() if key not in ("tensors", "shared_weights")}
         self._converts = converts
         self._tensors: dict[str, Tensor] = {}
         self.dropped: set[str] = set()

@@ -79,10 +79,14 @@ def second_moment_floor(v: Tensor, phi: float) -> tuple[Tensor, Tensor]:
 
     Returns:
         ``(w, phi^2 w)``: fp32 0-d tensors, ``w`` the mean of the non-zero elements of ``v`` (0 if there are none).
-        Summed in fp64, so that the rounded result does not depend on the order of summation.
+        Summed in fp64, so that the rounded result does not depend on the order of summation. Elements that have overflowed count for
+        nothing: they come to rest, and would take the others with them.
     """
     total = v.sum(dtype=torch.float64)
     count = torch.count_nonzero(v)
+    if not bool(torch.isfinite(total)):
+        finite = torch.where(torch.isfinite(v), v, 0.0)
+        total, count = finite.sum(dtype=torch.float64), torch.count_nonzero(finite)
     w = total / count.clamp(min=1)
     return w.float(), (w * (phi * phi)).float()
 

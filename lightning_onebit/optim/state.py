@@ -57,6 +57,7 @@ class StatefulOptimizer(ArenaOptimizer):
         if self._plan is None:
             packed["onebit"] = self._books()
             return packed
+        self._adopt()
         per_param: dict[int, dict[str, Tensor]] = {i: {} for i in self._known()}
         for name, values in self._saved_arenas():
             for slot, i in enumerate(self._slots):
@@ -182,6 +183,16 @@ class StatefulOptimizer(ArenaOptimizer):
         if missing:
             raise ValueError(
                 f"optimizer state without {missing[0]!r} in its entry 'onebit'; load a complete state_dict() of {name}"
+            )
+        phases = [phase.value for phase in Phase]
+        if books["phase"] not in phases:
+            raise ValueError(
+                f"optimizer state has phase {books['phase']!r}, and {name} knows {phases}; load a complete state_dict()"
+            )
+        count = sum(len(group["params"]) for group in self.param_groups)
+        if strange := [i for i in books.get("known", ()) if i not in range(count)]:
+            raise ValueError(
+                f"optimizer state knows parameter {strange[0]}, this optimizer has {count}; load a complete state_dict() of {name}"
             )
 
     def _check_groups(self, saved: list[dict[str, Any]]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Coefficients, Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
@@ -176,6 +177,8 @@ class ZeroOneAdam(RefreshingAdam):
         self._interrupted: tuple[int, list[float]] | None = None
         # by parameter index: this rank's own weights while the shared model is shown in their place
         self._hidden: dict[int, Tensor] = {}
+        # versions of 16-bit parameters when they began to show it
+        self._shown: dict[int, int] = {}
         # scales that the last exchange brought, as the momentum's, and the lengths of their blocks (0 where a parameter took no part)
         self._brought: list[tuple[Tensor, Tensor]] = []
         super().__init__(
@@ -269,12 +272,31 @@ class ZeroOneAdam(RefreshingAdam):
             anchor = self._known_plan().view(self._flat["anchor"], slot, p)
             self._hidden[i] = p.data
             p.data = anchor if p.dtype == anchor.dtype else torch.empty_like(p.data).copy_(anchor)
+            self._shown[i] = p._version
 
     def show_local(self) -> None:
         """Points parameters back at this rank's own weights."""
+        self._adopt_shown()
         for i, data in self._hidden.items():
             self._params[i].data = data
         self._hidden = {}
+
+    def _adopt(self) -> None:
+        """See the base; of parameters that show the shared model nothing is this rank's own."""
+        if self._hidden:
+            self._adopt_shown()
+        else:
+            super()._adopt()
+
+    @torch.no_grad()
+    def _adopt_shown(self) -> None:
+        """Takes into the shared model what the program has written into the 16-bit copies that showed it."""
+        for i in self._hidden.keys() & self._masters.keys():
+            p = self._params[i]
+            if self._shown.get(i) != p._version:
+                self._shown[i] = p._version
+                anchor = self._known_plan().view(self._flat["anchor"], self._slot_of[i], p)
+                anchor.copy_(torch.where(p == anchor.to(p.dtype), anchor, p.float()))
 
     @torch.compiler.disable
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -284,9 +306,9 @@ class ZeroOneAdam(RefreshingAdam):
 
     def release_communication(self) -> None:
         """See the base; where the shared model is shown, it stays, in memory of the parameters' own."""
-        if self._hidden:
-            for i in self._hidden:
-                self._params[i].data = self._params[i].data.clone()
+        self._adopt_shown()
+        for i in self._hidden:
+            self._params[i].data = self._params[i].data.clone()
         super().release_communication()
 
     def _weight(self, index: int) -> Tensor:
@@ -484,6 +506,7 @@ class ZeroOneAdam(RefreshingAdam):
         self.sync_policy.record(synchronised)
         if synchronised:
             self._travelled = [0.0] * len(self._slots)
+            self._anchored = False  # what the program writes into weights from here on belongs to the shared model
 
     def _local_round(self, synchronise: bool) -> None:
         self._hold_momentum_flat()
@@ -604,6 +627,7 @@ class ZeroOneAdam(RefreshingAdam):
             super().finish(bucket, gathered)
             return
         packed = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
+        self._arrived.append((bucket, gathered))
         self._apply(bucket, packed)
         if guard := self._protected.get(bucket.index):
             guard.restore()
@@ -619,9 +643,30 @@ class ZeroOneAdam(RefreshingAdam):
         """See the base: with ``preconditioned="auto"`` once steps are compressed."""
         return self.settings["preconditioned"] == "auto" and self._preconditioned
 
+    def residual_state_dict(self) -> dict[str, Any]:
+        """See the base. Between synchronisations it holds this rank's own weights: save the model within ``consensus()``."""
+        state = super().residual_state_dict()
+        return {**state, "shared_weights": self._shared_weights()} if self.mid_local else state
+
+    def _shared_weights(self) -> list[int]:
+        """What the model of the last synchronisation is known by."""
+        plan, anchor = self._known_plan(), self._flat["anchor"]
+        return bit_sums([plan.view(anchor, slot, self._params[i]) for slot, i in enumerate(self._slots)])
+
     @torch.no_grad()
     def load_residual_state_dict(self, state: dict[str, Any]) -> None:
-        """See the base; residuals of before the freeze are converted where this run has frozen at that very step."""
+        """See the base; residuals of before the freeze are converted where this run has frozen at that very step.
+
+        Raises:
+            ValueError: besides, where the model's weights are not those that all ranks shared when the state was saved.
+        """
+        known = state.get("shared_weights")
+        if known is not None and known != bit_sums([self._weight(i) for i in self._slots]):
+            raise ValueError(
+                "the model holds other weights than all ranks shared when this state was saved, between two synchronisations, "
+                "when model.state_dict() has a rank's own: save it within `with optimizer.consensus():`, and load it before the "
+                "optimizer's state"
+            )
         converts = self.converts_residuals and not state.get("preconditioned", False)
         super().load_residual_state_dict({**state, "preconditioned": True} if converts else state)
         if converts and self._worker_residual is not None:

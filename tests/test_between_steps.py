@@ -1,0 +1,352 @@
+"""What programs do to parameters, gradients and state between steps, which no training loop of Lightning's does."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+from optim_support import CLASSES, CROSSING, run_world
+from torch import Tensor, nn
+
+from lightning_onebit.comm import PlanMismatch, SimulatedWorld
+from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
+
+STEPS = 12
+
+
+def build(algorithm: str, params: Any, group: Any = None, **options: Any) -> OnebitOptimizer:
+    settings = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32, **options}
+    return CLASSES[algorithm](params, process_group=group, **settings)  # type: ignore[arg-type]
+
+
+def fill(params: list[nn.Parameter], step: int, rank: int) -> None:
+    """Random gradients of a step, others on every rank, as autograd leaves them: added to those there are."""
+    draws = torch.Generator().manual_seed(1000 * step + rank)
+    sum((p * torch.randn(p.shape, generator=draws, dtype=p.dtype)).sum() for p in params).backward()  # type: ignore[union-attr]
+
+
+def equal_everywhere(results: list[list[Tensor]]) -> bool:
+    return all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
+# ----- parameters that are moved or changed -----------------------------------------------------------------------------------------
+
+
+def moved(group: Any, rank: int, world: int, algorithm: str, there_and_back: bool) -> list[Tensor]:
+    model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 4))
+    params = list(model.parameters())
+    with torch.no_grad():
+        for p in params:
+            p.fill_(0.5)
+    optimizer = build(algorithm, [{"params": params[:2]}, {"params": params[2:], "compress": False}], group)
+    for t in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        fill(params, t, rank)
+        optimizer.step()
+        if there_and_back:
+            model.double().float()
+    optimizer.synchronise()
+    return [p.detach().clone() for p in params]
+
+
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_a_model_that_is_converted_and_converted_back_between_steps_trains_as_before(algorithm: str) -> None:
+    """``Module.double()`` points ``.grad`` at other memory, too, and next to it the buffers that gradients were averaged in."""
+    still, converted = (run_world(moved, 2, algorithm, there_and_back) for there_and_back in (False, True))
+    assert equal_everywhere(converted) and equal_everywhere([still[0], converted[0]])
+
+
+CHANGES: dict[str, Any] = {
+    "strides": lambda p: p.detach().contiguous(memory_format=torch.channels_last),
+    "shape": lambda p: p.detach().reshape(4, 3, 9),
+    "dtype": lambda p: p.detach().half(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("step", [1, 6])
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_a_parameter_of_another_form_is_refused_by_name(algorithm: str, step: int, change: str) -> None:
+    """State lies in the memory order of the parameters: it would belong to other elements."""
+    param = nn.Parameter(torch.ones(4, 3, 3, 3))
+    optimizer = build(algorithm, [param], force_compression=True)
+    for t in range(step):
+        optimizer.zero_grad()
+        fill([param], t, 0)
+        optimizer.step()
+    param.grad = None
+    param.data = CHANGES[change](param)
+    before = param.detach().clone()
+    fill([param], step, 0)
+    with pytest.raises(RuntimeError, match=r"parameter 0 was torch\.float32 of shape \(4, 3, 3, 3\).*load_state_dict"):
+        optimizer.step()
+    assert torch.equal(param, before)
+
+
+@pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam])
+def test_alone_it_is_adamw_whatever_the_strides_of_a_gradient(kind: Any) -> None:
+    """torch's fused kernel walks through memory; ``autograd.grad`` gives gradients in the strides that autograd made."""
+    weights = []
+    for make in (lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.0), lambda p: kind(p, lr=0.01)):
+        w = nn.Parameter(torch.arange(60.0).view(6, 10) / 60)
+        optimizer = make([w])
+        draws = torch.Generator().manual_seed(0)
+        for _ in range(5):
+            x = torch.randn(8, 10, 1, generator=draws)
+            (w.grad,) = torch.autograd.grad((w.t().contiguous().tanh() * x).square().sum(), [w])
+            assert w.grad.stride() != w.stride()
+            optimizer.step()
+        weights.append(w.detach())
+    torch.testing.assert_close(*weights, atol=1e-6, rtol=1e-6)
+
+
+def differently_seeded(group: Any, rank: int, world: int, algorithm: str) -> str:
+    torch.manual_seed(rank)
+    params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.randn(40).bfloat16())]
+    optimizer = build(algorithm, params, group)
+    fill(params, 0, rank)
+    try:
+        optimizer.step()
+    except PlanMismatch as error:
+        return str(error)
+    return "no error"
+
+
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_ranks_that_begin_with_other_weights_are_told_which(algorithm: str) -> None:
+    for said in run_world(differently_seeded, 2, algorithm):
+        assert "the first weights: rank 0 has [parameter 1: " in said and "seed the ranks alike" in said
+
+
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "zero_one_adam", "binsgdm"])
+def test_a_compiled_training_step_leaves_the_optimizer_alone(algorithm: str) -> None:
+    torch._dynamo.reset()
+    weights = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(6, 4)
+        optimizer = build(algorithm, model.parameters(), force_compression=True)
+
+        def train(x: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            model(x).square().sum().backward()
+            optimizer.step()
+
+        step: Any = torch.compile(train, backend="eager") if compiled else train
+        for t in range(STEPS):
+            step(torch.randn(5, 6, generator=torch.Generator().manual_seed(t)))
+        weights.append([p.detach().clone() for p in model.parameters()])
+    assert equal_everywhere(weights)
+
+
+# ----- numbers that are finite, and too large -----------------------------------------------------------------------------------------
+
+
+def enormous(group: Any, rank: int, world: int, algorithm: str, step: int) -> tuple[int, str]:
+    params = [nn.Parameter(torch.ones(200)), nn.Parameter(torch.ones(30))]
+    optimizer = build(algorithm, params, group)
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        fill(params, t, rank)
+        if t == step and rank == 1:
+            assert params[1].grad is not None
+            params[1].grad[3] = 1e28
+        try:
+            optimizer.step()
+        except FloatingPointError as error:
+            return optimizer.steps, str(error)
+    return optimizer.steps, ""
+
+
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+def test_finite_gradients_whose_squares_overflow_are_an_error_on_all_ranks(algorithm: str) -> None:
+    """0/1 Adam finds out when it next synchronises."""
+    results = run_world(enormous, 2, algorithm, 7)
+    assert len({steps for steps, _ in results}) == 1 and results[0][0] < STEPS
+    for _, said in results:
+        assert "squares are not (fp32)" in said and "lower lr" in said
+
+
+@pytest.mark.parametrize("kind", [OnebitAdam, OnebitLamb])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+def test_one_second_moment_that_overflows_does_not_stop_its_whole_tensor(kind: Any, floor: float) -> None:
+    param = nn.Parameter(torch.ones(100))
+    optimizer = kind([param], lr=0.01, freeze_step=3, force_compression=True, block_size=32, denominator_floor=floor)
+    for t in range(6):
+        optimizer.zero_grad()
+        fill([param], t, 0)
+        if t == 1:
+            assert param.grad is not None
+            param.grad[7] = 1e30
+        before = param.detach().clone()
+        optimizer.step()
+    assert bool(torch.isfinite(param).all())
+    assert int((param != before).sum()) >= 99
+
+
+def broken_dense_group(group: Any, rank: int, world: int) -> tuple[str, bool]:
+    p, q = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(5))
+    groups = [{"params": [p]}, {"params": [q], "compress": False}]
+    optimizer = OnebitAdam(groups, lr=0.01, freeze_step=2, overlap="backward", process_group=group)
+    for t in range(6):
+        optimizer.zero_grad()
+        before = [x.detach().clone() for x in (p, q)]
+        optimizer.begin_backward()
+        ((p * torch.randn(300)).sum() + q.sum() * (float("nan") if t == 4 and rank == 1 else 1.0)).backward()
+        try:
+            optimizer.step()
+        except FloatingPointError as error:
+            return str(error), equal_everywhere([before, [p.detach(), q.detach()]])
+    return "", False
+
+
+def test_with_overlap_a_bad_gradient_of_a_dense_group_is_an_error_before_anything_moves() -> None:
+    for said, unmoved in run_world(broken_dense_group, 2):
+        assert "step 5" in said and "compress=False group" in said and unmoved
+
+
+# ----- 0/1 Adam: what is written into the model, and saved from it ------------------------------------------------------------------------
+
+
+def written(group: Any, rank: int, world: int, dtype: torch.dtype, when: str) -> tuple[int, float, float]:
+    """Writes 9 into a weight whose gradient is always 0; what it is after the next synchronisation, and in a state saved before."""
+    param = nn.Parameter(torch.ones(64, dtype=dtype))
+    optimizer: Any = build("zero_one_adam", [param], group, local_step_clipper=2, local_step_scaler=1)
+    saved, at = float("nan"), -1
+    for t in range(20):
+        optimizer.zero_grad()
+        fill([param], t, rank)
+        assert param.grad is not None
+        param.grad[0] = 0.0
+        optimizer.step()
+        if t > 8 and at < 0 and optimizer.mid_local == (when == "within consensus()"):
+            at = t
+            with optimizer.consensus() if optimizer.mid_local else contextlib.nullcontext(), torch.no_grad():
+                param[0] = 9.0
+                state = optimizer.state_dict()["state"][0]
+                saved = float(state.get("master", param.detach())[0])
+    optimizer.synchronise()
+    return at, float(param.detach()[0]), saved
+
+
+@pytest.mark.parametrize("when", ["after a synchronisation", "within consensus()"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_zero_one_adam_keeps_what_is_written_into_the_model_that_all_share(dtype: torch.dtype, when: str) -> None:
+    for at, value, saved in run_world(written, 2, dtype, when):
+        assert at > 8 and saved == 9.0
+        assert value == pytest.approx(
+            9.0, abs=0.5
+        )  # (one bit of noise an exchange, and nothing that pulls it back to 1)
+
+
+def saved_between(group: Any, rank: int, world: int, within: bool) -> tuple[list[Tensor], list[Tensor], str]:
+    """A run, and one that goes on from what the first saved between two synchronisations."""
+
+    def make() -> tuple[list[nn.Parameter], Any]:
+        params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(9).bfloat16())]
+        return params, build("zero_one_adam", params, group, local_step_scaler=2)
+
+    def go(params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
+        for t in steps:
+            optimizer.zero_grad()
+            fill(params, t, rank)
+            optimizer.step()
+        optimizer.synchronise()
+
+    params, optimizer = make()
+    t = 0
+    while t < 10 or not optimizer.mid_local:
+        optimizer.zero_grad()
+        fill(params, t, rank)
+        optimizer.step()
+        t += 1
+    with optimizer.consensus() if within else contextlib.nullcontext():
+        model = [p.detach().clone() for p in params]
+        state = copy.deepcopy(optimizer.state_dict())
+    own = copy.deepcopy(optimizer.residual_state_dict())
+    again, other = make()
+    with torch.no_grad():
+        for p, value in zip(again, model, strict=True):
+            p.copy_(value)
+    other.load_state_dict(state)
+    try:
+        other.load_residual_state_dict(own)
+    except ValueError as error:
+        return [], [], str(error)
+    go(params, optimizer, range(t, t + 9))
+    go(again, other, range(t, t + 9))
+    return [p.detach() for p in params], [p.detach() for p in again], ""
+
+
+def test_zero_one_adam_resumes_exactly_from_what_was_saved_within_consensus_and_refuses_the_rest() -> None:
+    results = run_world(saved_between, 2, True)
+    assert all(equal_everywhere([straight, resumed]) for straight, resumed, _ in results)
+    assert equal_everywhere([resumed for _, resumed, _ in results])
+    for _, _, said in run_world(saved_between, 2, False):
+        assert "other weights than all ranks shared" in said and "optimizer.consensus()" in said
+
+
+# ----- after something has failed -----------------------------------------------------------------------------------------------------
+
+
+def test_after_a_collective_that_failed_communication_can_be_given_back_and_another_run_begin() -> None:
+    params = [nn.Parameter(torch.ones(10)) for _ in range(2)]
+
+    def stalls(group: Any) -> OnebitOptimizer:
+        param = params[group.rank]
+        optimizer = OnebitAdam([param], lr=1e-3, process_group=group, timeout=0.5)
+        for t in range(2):
+            optimizer.zero_grad()
+            if t == 1 and group.rank == 1:
+                time.sleep(1.5)  # rank 0 gives up meanwhile
+                break
+            optimizer.begin_backward()
+            param.sum().backward()
+            with contextlib.nullcontext() if t == 0 else pytest.raises(RuntimeError, match="dense all-reduce"):
+                optimizer.step()
+        return optimizer
+
+    for optimizer in SimulatedWorld(2, timeout=30).run(stalls):
+        optimizer.release_communication()
+    assert not any(param._post_accumulate_grad_hooks for param in params)
+
+    def goes_on(group: Any) -> float:
+        param = params[group.rank]
+        optimizer = OnebitAdam([param], lr=1e-3, process_group=group)
+        for _ in range(2):
+            optimizer.zero_grad()
+            optimizer.begin_backward()
+            param.sum().backward()
+            optimizer.step()
+        return float(param.detach()[0])
+
+    first, second = SimulatedWorld(2, timeout=30).run(goes_on)
+    assert first == second == pytest.approx(0.997)
+
+
+@pytest.mark.parametrize("algorithm", CLASSES)
+@pytest.mark.parametrize(
+    ("key", "value", "named"), [("phase", "x", ["'x'", "'warmup'"]), ("known", [0, 99], ["parameter 99", "has 1"])]
+)
+def test_a_damaged_state_is_refused_before_anything_changes(
+    algorithm: str, key: str, value: Any, named: list[str]
+) -> None:
+    param = nn.Parameter(torch.ones(40))
+    optimizer = build(algorithm, [param], force_compression=True)
+    for t in range(8):
+        optimizer.zero_grad()
+        fill([param], t, 0)
+        optimizer.step()
+    state = copy.deepcopy(optimizer.state_dict())
+    before = copy.deepcopy(optimizer.residual_state_dict())
+    state["onebit"][key] = value
+    with pytest.raises(ValueError) as refused:
+        optimizer.load_state_dict(state)
+    assert all(word in str(refused.value) for word in named)
+    after = optimizer.residual_state_dict()
+    assert before["steps"] == after["steps"] == 8
+    assert all(torch.equal(before["tensors"][name], after["tensors"][name]) for name in before["tensors"])
