@@ -36,6 +36,8 @@ SCHEDULE: dict[str, Any] = {
 WARMED_UP = (0.0, 0.005, *[0.01] * 28)
 # gap 1, then 2 and 4 as lr halves
 HALVED = (0.0, 0.005, *[0.01] * 8, *[0.005] * 6, *[0.0025] * 14)
+# gap 4, then 1, for lr is back where it was at the freeze (two steps after a synchronisation), then 2 and 4
+RESTARTED = (0.0, 0.005, *[0.01] * 8, *[0.0025] * 6, *[0.01] * 4, *[0.005] * 2, *[0.0025] * 8)
 #: the paper's rules, of which the defaults differ
 PUBLISHED = {"preconditioned": False, "var_decay": "refresh", "refresh_interval": "never", "var_rise_steps": 0}
 BY_LR = {k: v for k, v in SCHEDULE.items() if k != "local_step_scaler"} | {"local_step_policy": "learning_rate"}
@@ -94,6 +96,8 @@ CASES = {
     "interval": problem(),
     "interval, no bias correction": problem(options={**SCHEDULE, "bias_correction": False}, seed=1),
     "learning rate": problem(options=BY_LR, lrs=HALVED),
+    # synchronisations at every step are rounds of their own kind: local steps after them begin at the model they have led to
+    "learning rate that rises again": problem(options=BY_LR, lrs=RESTARTED),
     "as published": problem(options={**SCHEDULE, **PUBLISHED}),
     "all refreshes count": problem(options={**SCHEDULE, "var_rise_steps": 0}),
     # first gradients in a refresh after the first one-bit round, and in a one-bit round
