@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from contextlib import nullcontext, suppress
 from typing import Any
@@ -278,6 +279,53 @@ def test_training_goes_on_as_if_nobody_had_looked_between_local_steps(accumulate
     # step 10 is in the middle of a gap: each rank has weights of its own beside what is shown
     assert looked[0]["last mid_local"]
     assert differing(looked[0]["own"], looked[1]["own"]) != []
+
+
+def plain_loop_rank(rank: int, world: int, accumulate: int) -> dict[str, Any]:
+    """0/1 Adam on the same batches in a plain loop and by the Trainer."""
+    pl = enter(rank)
+    steps = 12
+
+    def loss(net: torch.nn.Module, batch: int) -> torch.Tensor:
+        x = torch.randn(8, 6, generator=torch.Generator().manual_seed(1000 * batch + rank))
+        return torch.nn.functional.cross_entropy(net(x), x[:, :3].argmax(1))
+
+    def configured(module: Any) -> Any:
+        return module.trainer.strategy.optimizer(module.parameters(), lr=0.05)
+
+    # ranks soon are so far apart that gradients of the shared model have other signs than those of a rank's own
+    options = {"block_size": 64, "preconditioned": False, **LOCAL}
+    strategy = strategy_class()("zero_one_adam", **options)
+    module = make_module(pl, configured, plain_net, training_step=lambda self, _, index: loss(self.net, index))
+    net = copy.deepcopy(module.net)
+    trainer = quiet_trainer(pl, strategy, max_steps=steps, accumulate_grad_batches=accumulate)
+    trainer.fit(module, loader(samples=4 * world * accumulate * steps, batch=4))
+    [ours] = strategy.onebit_optimizers
+
+    plain = ob.ZeroOneAdam(net.parameters(), lr=0.05, **options)
+    alone = 0
+    for step in range(steps):
+        plain.zero_grad()
+        for batch in range(step * accumulate, (step + 1) * accumulate):
+            (loss(net, batch) / accumulate).backward()
+        plain.step()
+        alone += plain.mid_local
+    plain.synchronise()
+    residuals = [optimizer.residual_state_dict()["tensors"] for optimizer in (ours, plain)]
+    return {
+        "alone": alone,
+        "steps": (ours.steps, plain.steps),
+        "weights": differing(dict(module.net.named_parameters()), dict(net.named_parameters())),
+        "residuals": differing(*residuals),
+    }
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_local_steps_by_the_trainer_are_those_of_a_plain_loop_bit_for_bit(accumulate: int) -> None:
+    """Every forward is on a rank's own weights, also of a batch that comes before ``step()``, whatever others are shown in between."""
+    for found in run_ranks(plain_loop_rank, 2, accumulate):
+        assert found.pop("alone") > 4, "this is what the test is about"
+        assert found == {"steps": (12, 12), "weights": [], "residuals": []}
 
 
 def interrupted_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
