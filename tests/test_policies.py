@@ -96,11 +96,15 @@ def test_gap_follows_the_learning_rate() -> None:
 
 
 def test_an_lr_that_halves_by_multiplication_reaches_its_power_of_two() -> None:
-    policy, lr = LearningRatePolicy(1024), 0.003
-    policy.start(0, lr)
-    for doublings in range(10):
-        assert policy.gap(1, lr) == 2**doublings
-        lr *= 0.5
+    """Also in seven steps, after which rounding leaves it a little above the half."""
+    for steps in (1, 7):
+        policy, lr, above = LearningRatePolicy(1024), 0.003, 0
+        policy.start(0, lr)
+        for step in range(10 * steps + 1):
+            assert policy.gap(1, lr) == 2 ** (step // steps), f"step {step}"
+            above += step % steps == 0 and lr > 0.003 * 0.5 ** (step // steps)
+            lr *= 0.5 ** (1 / steps)
+        assert steps == 1 or above > 0, "rounding is what this test is about"
 
 
 @given(
