@@ -525,6 +525,61 @@ def test_clipping_takes_the_scale_out_of_gradients(algorithm: str) -> None:
             torch.testing.assert_close(a["residuals"][key], b["residuals"][key], rtol=1e-3, atol=1e-6)
 
 
+# ----- many steps -------------------------------------------------------------------------------------------------------------------
+
+#: options, and the dense steps that follow from them
+LONG: dict[str, tuple[dict[str, Any], int]] = {
+    "onebit_adam": ({"freeze_step": 20}, 20),
+    "onebit_lamb": ({"freeze_step": 20}, 20),
+    # refreshes at 1 to 17 and 19; gap 1, then 2 from step 31 on, then 4 from step 41 on
+    "zero_one_adam": ({"var_freeze_step": 20, "local_step_scaler": 10, "local_step_clipper": 4}, 18),
+    "binsgdm": ({}, 0),
+}
+
+
+def long_worker(group: None, rank: int, world: int, made: Problem) -> dict[str, Any]:
+    params = made.parameters()
+    optimizer = made.build(params)
+    draws = np.random.default_rng(rank)
+    shared, apart, held = [], 0, []
+    for t in range(made.steps):
+        for p in params:
+            p.grad = torch.from_numpy(draws.standard_normal(p.shape, dtype=np.float32))
+        optimizer.step()
+        tensors = optimizer.residual_state_dict()["tensors"].items()
+        held.append(sum(float(tensor.square().sum()) for name, tensor in tensors if name.endswith("residual")))
+        if t % 10 == 9:
+            apart += optimizer.mid_local
+            with optimizer.consensus():
+                shared.append([p.detach().clone() for p in params])
+    optimizer.synchronise()
+    return {
+        **snapshot(optimizer, params),
+        "shared": shared,
+        "apart": apart,
+        "held": held,
+        "dense": optimizer.ledger.dense_steps,
+        "steps": optimizer.steps,
+    }
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_replicas_are_bitwise_equal_after_200_steps(algorithm: str) -> None:
+    """On real processes; between local steps it is what ``consensus()`` shows."""
+    options, dense = LONG[algorithm]
+    made = Problem(200, {"weight_decay": 0.1, "bucket_mb": 0.02, **options}, algorithm=algorithm)
+    results = run_world(long_worker, 3, made, real=True)
+    for other in results[1:]:
+        for part in ("shared", "x", "state", "books"):
+            assert equal(results[0][part], other[part]), part
+        assert not equal(results[0]["residuals"], other["residuals"]), "residuals differ by rank"
+    assert results[0]["steps"] == 200 and results[0]["dense"] == dense
+    assert (results[0]["apart"] > 0) == (algorithm == "zero_one_adam")
+    for result in results:
+        # error feedback keeps residuals bounded: what is held back does not grow
+        assert 0 < np.mean(result["held"][-20:]) < 1.5 * np.mean(result["held"][60:80])
+
+
 # ----- interrupted runs ------------------------------------------------------------------------------------------------------------
 
 
