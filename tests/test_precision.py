@@ -188,12 +188,12 @@ def test_with_compression_off_it_trains_as_ddp_does() -> None:
         assert found["onebit"][1] == found["ddp"][1]
 
 
-def resume_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
+def resume_rank(rank: int, world: int, folder: str, algorithm: str) -> dict[str, Any]:
     pl = enter(rank)
     scaler = {"init_scale": 2.0**10, "growth_interval": 4}
     found = {}
     for name, ckpt_path in (("through", None), ("resumed", f"{folder}/step=9.ckpt")):
-        strategy = strategy_class()("onebit_adam", block_size=64, **OPTIONS["onebit_adam"])
+        strategy = strategy_class()(algorithm, block_size=64, **OPTIONS[algorithm])
         kwargs: dict[str, Any] = {"ckpt_path": ckpt_path}
         if ckpt_path is None:
             kwargs["enable_checkpointing"] = True
@@ -209,8 +209,9 @@ def resume_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
     }
 
 
-def test_the_scaler_resumes_with_everything_else(tmp_path: Path) -> None:
-    for found in run_ranks(resume_rank, 2, str(tmp_path)):
+@pytest.mark.parametrize("algorithm", list(OPTIONS))
+def test_the_scaler_resumes_with_everything_else(tmp_path: Path, algorithm: str) -> None:
+    for found in run_ranks(resume_rank, 2, str(tmp_path), algorithm):
         assert found["differs"] == [] and found["steps"] == (STEPS - 2, STEPS - 2)
         assert found["scaler"][0] == found["scaler"][1]
 
