@@ -47,6 +47,7 @@ class PlainCodec:
         self.order: list[tuple[str, int]] = []
 
     def local(self, bucket: Bucket) -> Tensor:
+        self.order.append(("local", bucket.index))
         return self.c[bucket.index].clone()
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
@@ -213,18 +214,25 @@ def test_hierarchical_exchange_is_bitwise_the_flat_one_on_node_means(ranks_per_n
 
 
 @pytest.mark.parametrize("slack", [0, 1, 3, 100])
-def test_pipelining_changes_nothing_but_the_order_of_work(slack: int) -> None:
-    setting = ((900,), 32, 64, 1, 1)
-    results = run_ranks(exchange_worker, 2, *setting, slack)
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_pipelining_changes_nothing_but_the_order_of_work(ranks_per_node: int, slack: int) -> None:
+    world = 2 * ranks_per_node
+    setting = ((900,), 32, 32 * world, 1, ranks_per_node)
+    results = run_ranks(exchange_worker, world, *setting, slack)
     check_against_simulation(results, *setting)
-    last = len(make_plan(*setting[:2], 2, setting[2]).buckets) - 1
-    assert last > 5
+    buckets = len(make_plan(*setting[:2], world, setting[2]).buckets)
+    assert buckets > 6
+    # a bucket is sent on its way before older ones move on, those with the longest way to go first
+    stages = ["encode", "reduce"] if ranks_per_node == 1 else ["local", "encode", "reduce", "gather in the node"]
     expected = []
-    for k in range(last + 1):
-        # a bucket is compressed and sent before the one before it is reduced, and that before any result is used
-        expected += [("encode", k), ("reduce", k - 1), ("finish", k - 1 - slack)]
-    expected = [(what, k) for what, k in expected if k >= 0]
-    expected += [("reduce", last), *(("finish", k) for k in range(max(0, last - slack), last + 1))]
+    for k in range(buckets + len(stages) - 1):
+        expected += [(what, k - age) for age, what in enumerate(stages)]
+        # and no result is used before, nor as long as more buckets come, unless more than `slack` have arrived
+        if k < buckets:
+            expected.append(("finish", k - len(stages) + 1 - slack))
+    done = max(0, buckets - len(stages) + 1 - slack)
+    expected = [(what, k) for what, k in expected if 0 <= k < buckets and what != "gather in the node"]
+    expected += [("finish", k) for k in range(done, buckets)]
     for result in results:
         assert result["order"] == expected
 
