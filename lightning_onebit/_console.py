@@ -65,6 +65,28 @@ def report(outcome: Outcome, target: str | None) -> None:
     sys.stdout.write((encoded if target == "-" else outcome.text) + "\n")
 
 
+def format_figure(value: float, digits: int = 4, separator: str = "") -> str:
+    """A number with so many significant digits, without an exponent below 1e7: its whole part in full, its fraction to six decimals.
+
+    Args:
+        value: the number.
+        digits: significant digits of numbers that have no more before the point.
+        separator: of thousands.
+
+    Example:
+        >>> [format_figure(value) for value in (202.03, 18_923.4, 0.00008, 7e7)]
+        ['202', '18923', '0.00008', '7e+07']
+        >>> format_figure(175_000, separator=",")
+        '175,000'
+    """
+    size = abs(value)
+    if 10**digits - 0.5 <= size < 1e7:
+        return f"{value:{separator}.0f}"
+    if 0 < size < 1e-4:
+        return f"{value:.6f}".rstrip("0").rstrip(".")
+    return f"{value:{separator}.{digits}g}"
+
+
 def _finite(value: Any) -> Any:
     """JSON knows no infinity: null."""
     if isinstance(value, dict):

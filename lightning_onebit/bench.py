@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_onebit._console import Outcome, Parser, add_json, execute
+from lightning_onebit._console import Outcome, Parser, add_json, execute, format_figure
 from lightning_onebit.comm import disconnect, torn_down_last
 from lightning_onebit.kernels import BACKENDS
 from lightning_onebit.optim import OnebitOptimizer
@@ -225,7 +225,7 @@ def advice(measurements: Sequence[LinkMeasurement]) -> str:
     text = (
         "The exchange is faster at every size measured."
         if even == 0
-        else f"Compression pays from about {even / 1e6:.2g} M parameters on; below that, use strategy='ddp'."
+        else f"Compression pays from about {format_figure(even / 1e6, 2)} M parameters on; below that, use strategy='ddp'."
     )
     if largest.speedup < 1.5:
         return text + " The gain is small: compare whole training steps before you switch."

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_onebit import __version__, bench, doctor
 from lightning_onebit._console import Outcome, Parser, add_json, execute
 from lightning_onebit.optim.binsgdm import SERVERS
-from lightning_onebit.planner import Cluster, Job, fit_compute, plan, plot
+from lightning_onebit.planner import Cluster, Job, fit_compute, format_seconds, plan, plot
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
@@ -201,7 +201,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
                 f"--dense-ms {options.dense_ms:g}: averaging alone should take longer than that at this --bandwidth; correct one of them"
             )
         job = Job(compute=compute, **own)
-        notes.append(f"computation of a step, from --dense-ms: {1e3 * compute:.3g} ms")
+        notes.append(f"computation of a step, from --dense-ms: {format_seconds(compute)}")
     report = plan(cluster, job, options.algorithm)
     if options.plot is not None:
         plot(cluster, job, str(options.plot), options.algorithm)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lightning_onebit._console import format_figure
 from lightning_onebit.comm import (
     Collective,
     control_payload_bytes,
@@ -583,8 +584,8 @@ def _verdict(report: ForecastReport) -> str:
         even = break_even_bandwidth(cluster, job, best.name, best.layout)
         bound = "" if even is None or math.isinf(even) else f"; it pays below about {format_bits(even)} per node"
         return (
-            f"{where} {best.title} should make the run {report.speedup:.2g}x as fast as {dense.title}, warm-up included "
-            f"({report.dense.step_seconds / best.step_seconds:.2g}x after it){bound}."
+            f"{where} {best.title} should make the run {format_figure(report.speedup, 2)}x as fast as {dense.title}, warm-up "
+            f"included ({format_figure(dense.step_seconds / best.step_seconds, 2)}x after it){bound}."
         )
     return f"{where} it will not help because {_reason(report)}. Use strategy='ddp'."
 
@@ -600,8 +601,8 @@ def _reason(report: ForecastReport) -> str:
     after = dense.step_seconds / best.step_seconds
     if after >= WORTH and best.dense_share > 0:
         return (
-            f"the dense warm-up of {best.dense_share:.0%} takes the gain back: {best.title} is {after:.2g}x as fast as {dense.title} after "
-            f"it, {report.speedup:.2g}x over the whole run"
+            f"the dense warm-up of {best.dense_share:.0%} takes the gain back: {best.title} is {format_figure(after, 2)}x as fast as "
+            f"{dense.title} after it, {format_figure(report.speedup, 2)}x over the whole run"
         )
     return (
         f"the exchange itself takes too long: {best.title} spends {format_seconds(best.exchange_seconds)} per step on kernels, "
@@ -609,24 +610,45 @@ def _reason(report: ForecastReport) -> str:
     )
 
 
+#: of the columns of a table; wider where a number is
+_WIDTHS = (27, 9, 9, 9, 13, 8, 8)
+
+
 def _table(report: ForecastReport) -> str:
     cluster, job = report.cluster, report.job
+    rows = [("method", "step ms", "mean ms", "MB/node", "dense steps", "x fp32", "x fp16")]
+    rows += [
+        (
+            p.title,
+            format_figure(1e3 * p.step_seconds),
+            format_figure(1e3 * p.mean_seconds),
+            format_figure(p.node_bytes / 1e6),
+            f"{p.dense_share:.1%}",
+            f"{p.speedup_fp32:.2f}",
+            f"{p.speedup_fp16:.2f}",
+        )
+        for p in report.predictions
+    ]
+    widths = [
+        max(least, 2 + max(map(len, column))) for least, column in zip(_WIDTHS, zip(*rows, strict=True), strict=True)
+    ]
     lines = [
-        f"{job.elements / 1e6:,.4g} M parameters, {cluster.gpus} GPUs, {cluster.gpus_per_node} per node, "
+        f"{format_millions(job.elements)} parameters, {cluster.gpus} GPUs, {cluster.gpus_per_node} per node, "
         f"{format_bits(cluster.bandwidth)} per node, {format_seconds(job.compute)} of computation per step, {job.steps:,} steps",
         "",
-        f"{'method':<27}{'step ms':>9}{'mean ms':>9}{'MB/node':>9}{'dense steps':>13}{'x fp32':>8}{'x fp16':>8}",
     ]
-    for p in report.predictions:
-        lines.append(
-            f"{p.title:<27}{1e3 * p.step_seconds:>9.4g}{1e3 * p.mean_seconds:>9.4g}{p.node_bytes / 1e6:>9.4g}"
-            f"{p.dense_share:>13.1%}{p.speedup_fp32:>8.2f}{p.speedup_fp16:>8.2f}"
-        )
+    for title, *cells in rows:
+        lines.append(f"{title:<{widths[0]}}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True)))
     lines += [
         "",
         "step: after the warm-up; mean, and the factors over dense training: whole run; MB/node: sent by a node's card per step",
     ]
     return "\n".join(lines)
+
+
+def format_millions(count: int) -> str:
+    """A number of parameters as text, e.g. ``1,300 M``."""
+    return f"{format_figure(count / 1e6, separator=',')} M"
 
 
 def format_bits(rate: float) -> str:
@@ -635,12 +657,12 @@ def format_bits(rate: float) -> str:
         if rate < 999.5:
             return f"{rate:.3g} {unit}"
         rate /= 1000
-    return f"{rate:.3g} Tb/s"
+    return f"{format_figure(rate, 3)} Tb/s"
 
 
 def format_seconds(seconds: float) -> str:
     """Seconds as milliseconds, e.g. ``12.5 ms``."""
-    return f"{1000 * seconds:.3g} ms"
+    return f"{format_figure(1000 * seconds, 3)} ms"
 
 
 # ----- the plot ----------------------------------------------------------------------------------------------------------
@@ -687,7 +709,7 @@ def plot(cluster: Cluster, job: Job, path: str, algorithms: Iterable[str] | str 
     right.set_title(f"{format_bits(cluster.bandwidth)} per node", fontsize=10)
     left.legend(fontsize=8)
     figure.suptitle(
-        f"{job.elements / 1e6:,.4g} M parameters, {format_seconds(job.compute)} of computation", fontsize=11
+        f"{format_millions(job.elements)} parameters, {format_seconds(job.compute)} of computation", fontsize=11
     )
     figure.tight_layout()
     figure.savefig(path, dpi=150)

@@ -26,6 +26,8 @@ from lightning_onebit.planner import (
     break_even_bandwidth,
     exchange_of,
     fit_compute,
+    format_bits,
+    format_seconds,
     plan,
     plot,
     predict,
@@ -293,6 +295,41 @@ def test_every_algorithm_and_layout_has_a_row_and_json_holds_them_all() -> None:
     assert len(facts["predictions"]) == 10 and facts["helps"] is True and facts["break_even_bandwidth"] > 4.1e9
     flat_only = plan(replace(NETWORK, gpus_per_node=1), BERT, "birder")
     assert [p.name for p in flat_only.predictions] == [*DENSE, "binsgdm"]
+
+
+def _cells(table: str) -> list[list[str]]:
+    """The rows of a table by columns: two spaces or more lie between them, one within a title."""
+    return [re.split(r" {2,}", line) for line in table.split("\n\n")[1].splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("params", "bandwidth", "compute"),
+    [(336_000_000, 1e9, 0.1), (336_000_000, 1e5, 0.1), (10**10, 1e3, 1e6), (3, 1e9, 1e-6)],
+)
+def test_columns_stay_apart_and_numbers_in_full_however_large_they_get(
+    params: int, bandwidth: float, compute: float
+) -> None:
+    report = plan(Cluster(gpus=8, gpus_per_node=2, bandwidth=bandwidth), Job(params=params, compute=compute))
+    head, *rows = _cells(report.table())
+    assert head == ["method", "step ms", "mean ms", "MB/node", "dense steps", "x fp32", "x fp16"]
+    assert len(rows) == len(report.predictions)
+    for row, p in zip(rows, report.predictions, strict=True):
+        exact = (1e3 * p.step_seconds, 1e3 * p.mean_seconds, p.node_bytes / 1e6)
+        for text, value in zip(row[1:4], exact, strict=True):
+            assert float(text) == pytest.approx(value, rel=6e-4, abs=1e-6)
+            assert ("e" in text) is (value >= 1e7), text
+        assert len(row) == len(head) and row[0] == p.title
+    ends = {len(line) for line in report.table().split("\n\n")[1].splitlines()}
+    assert len(ends) == 1, "right-aligned"
+    assert "e+0" not in report.verdict or params == 10**10
+
+
+def test_sentences_and_headings_have_no_exponents_either() -> None:
+    report = plan(Cluster(gpus=8, bandwidth=1e7), Job(params=175_000_000_000, compute=12.0))
+    assert report.table().startswith("175,000 M parameters, 8 GPUs, 1 per node, 10 Mb/s per node, 12000 ms of")
+    assert re.search(r"should make the run \d+x as fast .* \(\d+x after it\)", report.verdict)
+    assert format_seconds(1.0) == "1000 ms" and format_seconds(0.0125) == "12.5 ms" and format_seconds(0.0) == "0 ms"
+    assert format_bits(2.5e15) == "2500 Tb/s" and format_bits(4.1e9) == "4.1 Gb/s"
 
 
 def test_a_plot_reaches_4096_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
