@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_onebit import __version__, bench, doctor
 from lightning_onebit._console import Outcome, Parser, add_json, execute
 from lightning_onebit.optim.binsgdm import SERVERS
-from lightning_onebit.planner import Cluster, Job, fit_compute, format_seconds, plan, plot
+from lightning_onebit.planner import LARGEST, Cluster, Job, fit_compute, format_seconds, plan, plot
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
@@ -37,14 +37,19 @@ def parse_count(text: str) -> int:
     """``336M``, ``1.3B`` or ``25_481_472`` as an integer.
 
     Raises:
-        argparse.ArgumentTypeError: anything else.
+        argparse.ArgumentTypeError: anything else; more than the planner counts too.
     """
     found = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?)\s*([kmgbt]?)", text.strip(), re.IGNORECASE)
-    if not found or (count := round(float(re.sub("[_,]", "", found[1])) * _COUNTS[found[2].lower()])) < 1:
+    count = float(re.sub("[_,]", "", found[1])) * _COUNTS[found[2].lower()] if found else 0.0
+    if count > LARGEST:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is more than {LARGEST:,} parameters; correct it, for example 336M, 1.3B or 336000000"
+        )
+    if round(count) < 1:
         raise argparse.ArgumentTypeError(
             f"{text!r} is no number of parameters; write for example 336M, 1.3B or 336000000"
         )
-    return count
+    return round(count)
 
 
 def parse_rate(text: str) -> float:
@@ -194,6 +199,11 @@ def _plan(options: argparse.Namespace) -> Outcome:
     own = {name: getattr(options, name) for name in _JOB_OPTIONS}
     job = Job(compute=(options.compute_ms or 0.0) / 1e3, **own)
     notes = []
+    if options.gpus == 1 and options.dense_ms is None and job.compute == 0:
+        raise ValueError(
+            f"--compute-ms {options.compute_ms:g} with --gpus 1 leaves nothing to predict, for one GPU exchanges nothing; give the "
+            "milliseconds that a step takes, or more GPUs"
+        )
     if options.dense_ms is not None:
         compute = fit_compute([(cluster, job, "dense_fp32", options.dense_ms / 1e3)])
         if compute == 0:

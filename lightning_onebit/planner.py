@@ -7,12 +7,10 @@ the transport counts with; what remains is arithmetic: a collective costs ``roun
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
-
-import torch
 
 from lightning_onebit._console import format_figure
 from lightning_onebit.comm import (
@@ -20,7 +18,6 @@ from lightning_onebit.comm import (
     control_payload_bytes,
     exchange_collectives,
     peer_bytes,
-    plan_buckets,
     ring_bytes,
 )
 from lightning_onebit.optim.binsgdm import SERVERS
@@ -44,6 +41,17 @@ LOCAL_STEP_BYTES = 32.0
 WORTH = 1.10
 #: exposed communication below this share of a dense step leaves nothing to save
 LITTLE_WAITING = 0.05
+
+#: what counts may be at most: far above all that is built and trained, far below what a float cannot hold
+LARGEST = 10**15
+MOST_STEPS = 10**9
+
+
+def _check_count(name: str, value: Any, *, least: int, most: int = LARGEST, optional: bool = False) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``value`` is an integer within the bounds."""
+    check_integer(name, value, least=least, optional=optional)
+    if value is not None and value > most:
+        raise ValueError(f"{name}={value!r} is out of range; it must be at most {most:,}, give the real number")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +85,8 @@ class Cluster:
             TypeError: a number of the wrong type.
             ValueError: out of range, or nodes that are not even.
         """
-        check_integer("gpus", self.gpus, least=1)
-        check_integer("gpus_per_node", self.gpus_per_node, least=1)
+        _check_count("gpus", self.gpus, least=1)
+        _check_count("gpus_per_node", self.gpus_per_node, least=1)
         for name in ("bandwidth", "intra_bandwidth", "memory_bandwidth"):
             check_number(name, getattr(self, name), above=0)
         for name in ("latency", "intra_latency", "message_overhead"):
@@ -144,7 +152,7 @@ class Job:
         hidden: share of ``compute`` behind which dense averaging hides (backward is two thirds, less its first bucket).
         overlap: ``"step"``, or ``"backward"`` where compressed buckets hide as well (1-bit Adam and 1-bit LAMB).
         block_size: elements that share a scale.
-        bucket_mb: MB of fp32 gradients per bucket.
+        bucket_mb: MB of fp32 gradients per bucket; at least a block is in one, in the exchange a block of every rank.
         var_update_scaler: 0/1 Adam's, like the three that follow.
         var_rise_steps: steps in which its lr rises at first, 64 at most: the gap between refreshes stays at 1.
         local_step_scaler: see ``ZeroOneAdam``; None: a fifth of ``steps``, about what the paper's 32,768 are of its 152,511.
@@ -181,12 +189,16 @@ class Job:
             check_integer("params", count, least=0)
         if sum(tensors) < 1:
             raise ValueError(f"params={self.params!r} holds no parameter; give their number, e.g. 336_000_000")
+        if sum(tensors) > LARGEST:
+            raise ValueError(
+                f"params={self.params!r} is out of range; it must be at most {LARGEST:,}, e.g. 336_000_000"
+            )
         object.__setattr__(self, "params", tensors)
         check_number("compute", self.compute, least=0)
-        check_integer("steps", self.steps, least=1)
+        _check_count("steps", self.steps, least=1, most=MOST_STEPS)
         check_number("warmup", self.warmup, least=0, most=1)
-        check_integer("refresh_interval", self.refresh_interval, least=1, optional=True)
-        check_integer("refresh_steps", self.refresh_steps, least=1, optional=True)
+        _check_count("refresh_interval", self.refresh_interval, least=1, optional=True)
+        _check_count("refresh_steps", self.refresh_steps, least=1, optional=True)
         if self.refresh_steps is not None and self.refresh_interval is None:
             raise ValueError(
                 f"refresh_steps={self.refresh_steps} takes effect with refresh_interval only; give that too"
@@ -195,14 +207,14 @@ class Job:
             raise ValueError(f"gradient_bytes={self.gradient_bytes!r} is unknown; choose 4 (fp32) or 2 (fp16, bf16)")
         check_number("hidden", self.hidden, least=0, most=1)
         check_choice("overlap", self.overlap, ("step", "backward"))
-        check_integer("block_size", self.block_size, least=32)
+        _check_count("block_size", self.block_size, least=32)
         if self.block_size % 32:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 32; try 2048")
         check_number("bucket_mb", self.bucket_mb, above=0)
-        check_integer("var_update_scaler", self.var_update_scaler, least=1)
-        check_integer("var_rise_steps", self.var_rise_steps, least=0)
-        check_integer("local_step_scaler", self.local_step_scaler, least=1, optional=True)
-        check_integer("local_step_clipper", self.local_step_clipper, least=1)
+        _check_count("var_update_scaler", self.var_update_scaler, least=1)
+        _check_count("var_rise_steps", self.var_rise_steps, least=0)
+        _check_count("local_step_scaler", self.local_step_scaler, least=1, optional=True)
+        _check_count("local_step_clipper", self.local_step_clipper, least=1)
         check_choice("server", self.server, SERVERS)
 
     @property
@@ -279,7 +291,7 @@ class ForecastReport:
     @property
     def speedup(self) -> float:
         """The fastest compressed method against the fastest dense one, over the whole run."""
-        return self.dense.mean_seconds / self.best.mean_seconds
+        return _over(self.dense.mean_seconds, self.best.mean_seconds)
 
     @property
     def helps(self) -> bool:
@@ -393,23 +405,40 @@ def predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pred
 
 def _dense_step(cluster: Cluster, job: Job, width: int) -> tuple[float, float]:
     """Seconds of a dense step, and bytes through a node's card: a ring passes every card once."""
-    full, rest = divmod(job.elements * width, int(job.bucket_mb * 2**20))
-    sizes = [int(job.bucket_mb * 2**20)] * full + ([rest] if rest else [])
-    seconds = full * cluster.all_reduce(sizes[0]) + (cluster.all_reduce(rest) if rest else 0.0)
-    sent = sum(ring_bytes(cluster.gpus, size) for size in sizes)
+    size = max(int(_bucket_bytes(job)), width * job.block_size)
+    full, rest = divmod(job.elements * width, size)
+    sizes = [(size, full), (rest, 1)] if rest else [(size, full)]
+    seconds = sum(times * cluster.all_reduce(nbytes) for nbytes, times in sizes)
+    sent = float(sum(times * ring_bytes(cluster.gpus, nbytes) for nbytes, times in sizes))
     return job.compute + max(0.0, seconds - job.hidden * job.compute), sent if cluster.nodes > 1 else 0.0
 
 
-@lru_cache(maxsize=256)
-def _bucket_blocks(tensors: tuple[int, ...], block_size: int, ranks: int, bucket_elements: int) -> tuple[int, ...]:
-    plan = plan_buckets(
-        tensors,
-        block_size=block_size,
-        world_size=ranks,
-        bucket_elements=bucket_elements,
-        device=torch.device("meta"),
+def _bucket_bytes(job: Job) -> float:
+    """Of fp32 gradients; no more than an integer of the machine counts, which holds any model whole."""
+    return min(job.bucket_mb * 2**20, 2.0**62)
+
+
+def _buckets(cluster: Cluster, job: Job) -> list[tuple[int, int]]:
+    """Blocks of a bucket, and how many buckets have so many: ``comm.plan_buckets`` in closed form, for models of any size.
+
+    Parameters fill whole blocks one after another, over bucket borders; all buckets but the last are full, and it is padded to an
+    even share of every rank.
+    """
+    ranks = cluster.gpus
+    capacity = max(1, int(_bucket_bytes(job) / 4) // (job.block_size * ranks)) * ranks
+    full, rest = divmod(sum(-(-count // job.block_size) for count in job.tensors), capacity)
+    return [(blocks, times) for blocks, times in ((capacity, full), (-(-rest // ranks) * ranks, 1)) if blocks and times]
+
+
+def _collectives(
+    cluster: Cluster, job: Job, name: str, hierarchical: bool, blocks: Iterable[int]
+) -> Iterator[Collective]:
+    """The collectives of buckets of so many blocks."""
+    share = cluster.gpus_per_node if hierarchical else 1
+    votes = (cluster.gpus // share).bit_length() if name == "binsgdm" and job.server == "mean" else 1
+    return exchange_collectives(
+        blocks, job.block_size, cluster.gpus, share, has_scales=name != "binsgdm", reply_planes=votes
     )
-    return tuple(bucket.blocks for bucket in plan.buckets)
 
 
 def exchange_of(cluster: Cluster, job: Job, name: str, hierarchical: bool = False) -> list[Collective]:
@@ -421,25 +450,17 @@ def exchange_of(cluster: Cluster, job: Job, name: str, hierarchical: bool = Fals
         name: algorithm.
         hierarchical: whether ranks of a node average first.
     """
-    share = cluster.gpus_per_node if hierarchical else 1
-    blocks = _bucket_blocks(job.tensors, job.block_size, cluster.gpus, int(job.bucket_mb * 2**20 / 4))
-    votes = (cluster.gpus // share).bit_length() if name == "binsgdm" and job.server == "mean" else 1
-    return list(
-        exchange_collectives(
-            blocks, job.block_size, cluster.gpus, share, has_scales=name != "binsgdm", reply_planes=votes
-        )
-    )
+    blocks = (count for count, times in _buckets(cluster, job) for _ in range(times))
+    return list(_collectives(cluster, job, name, hierarchical, blocks))
 
 
 def _exchange(cluster: Cluster, job: Job, name: str, hierarchical: bool) -> tuple[float, float]:
     """Seconds on the wire of one exchange (collectives one after another), and bytes through a node's card."""
     seconds = sent = 0.0
-    known: dict[Collective, tuple[float, float]] = {}
-    for one in exchange_of(cluster, job, name, hierarchical):
-        if one not in known:
-            known[one] = cluster.collective(one), _card_bytes(cluster, one)
-        seconds += known[one][0]
-        sent += known[one][1]
+    for blocks, times in _buckets(cluster, job):
+        for one in _collectives(cluster, job, name, hierarchical, [blocks]):
+            seconds += times * cluster.collective(one)
+            sent += times * _card_bytes(cluster, one)
     return seconds, sent
 
 

@@ -77,6 +77,12 @@ def test_plan_prints_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) 
     assert "1-bit Adam, hierarchical" in out and "BinSGDM, flat" in out and "should make the run" in out
 
 
+@pytest.mark.parametrize("more", [["--bucket-mb", "1e-9"], ["--bucket-mb", "1e305"], ["--params", "1000T"]])
+def test_plan_takes_what_the_optimizers_take(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, *more]) == 0
+    assert "1-bit Adam, hierarchical" in capsys.readouterr().out
+
+
 def test_plan_reads_compute_from_a_measured_dense_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*PLAN[:-2], "--dense-ms", "6000", "--algorithm", "onebit_adam,birder", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -121,6 +127,11 @@ def test_plan_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"--warmup": "20"}, "at most 1"),
         ({"--algorithm": "sgd"}, "choose one of 'onebit_adam'"),
         ({"--block-size": "100"}, "multiple of 32"),
+        ({"--params": "9" * 400}, f"--params: '{'9' * 400}' is more than 1,000,000,000,000,000 parameters; correct it"),
+        ({"--params": "999999T"}, "'999999T' is more than"),
+        ({"--gpus": "1", "--gpus-per-node": "1", "--compute-ms": "0"}, "--compute-ms 0 with --gpus 1 leaves nothing"),
+        ({"--gpus": "4" * 20}, f"gpus={'4' * 20} is out of range; it must be at most"),
+        ({"--steps": "1" * 400}, "it must be at most 1,000,000,000, give the real number"),
         ({"--plot": "/no/such/folder/plan.png"}, "No such file"),
     ],
 )

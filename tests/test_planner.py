@@ -12,9 +12,18 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from optim_support import CLASSES
 
-from lightning_onebit.comm import Collective, SimulatedGroup, SimulatedWorld, exchange_collectives, ring_bytes
+from lightning_onebit.comm import (
+    Collective,
+    SimulatedGroup,
+    SimulatedWorld,
+    exchange_collectives,
+    plan_buckets,
+    ring_bytes,
+)
 from lightning_onebit.optim import OnebitAdam, OnebitLamb
 from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
@@ -110,6 +119,44 @@ def test_bytes_through_a_network_card_follow_the_formulas(gpus: int, per_node: i
     assert found == pytest.approx(expected * (1 / 8 + 4 / 2048), rel=1e-6)
     dense = predict(cluster, job, "dense_fp32").node_bytes / 2**26
     assert dense == pytest.approx(2 * 63 / 64 * 4, rel=1e-6)
+
+
+@given(
+    tensors=st.lists(st.integers(0, 5000), min_size=1, max_size=8).filter(any),
+    block_size=st.sampled_from([32, 64, 2048]),
+    ranks=st.integers(1, 9),
+    bucket_mb=st.sampled_from([1e-9, 0.0005, 0.001, 0.0123, 16.0, 1e305]),
+)
+@settings(deadline=None, max_examples=200)
+def test_buckets_are_those_that_the_optimizer_plans(
+    tensors: list[int], block_size: int, ranks: int, bucket_mb: float
+) -> None:
+    cluster, job = (
+        Cluster(gpus=ranks, bandwidth=1e9),
+        Job(params=tensors, compute=0.1, block_size=block_size, bucket_mb=bucket_mb),
+    )
+    real = plan_buckets(
+        tensors,
+        block_size=block_size,
+        world_size=ranks,
+        bucket_elements=int(min(bucket_mb, 2**30) * 2**20 / 4),
+        device=torch.device("meta"),
+    )
+    blocks = [bucket.blocks for bucket in real.buckets]
+    assert exchange_of(cluster, job, "onebit_adam") == list(exchange_collectives(blocks, block_size, ranks))
+
+
+@pytest.mark.parametrize("bucket_mb", [1e-9, 1e-3, 1e305])
+def test_buckets_of_any_size_are_planned(bucket_mb: float) -> None:
+    """A bucket holds a block at least, as with the optimizer, which accepts such a number too, and the whole model at most."""
+    OnebitAdam([torch.nn.Parameter(torch.zeros(3))], bucket_mb=bucket_mb)
+    report = plan(NETWORK, replace(BERT, bucket_mb=bucket_mb))
+    block = plan(NETWORK, replace(BERT, bucket_mb=2048 * 4 / 2**20))
+    whole = plan(NETWORK, replace(BERT, bucket_mb=2000))
+    same = whole if bucket_mb > 1 else block
+    for found, expected in zip(report.predictions, same.predictions, strict=True):
+        if found.name != "dense_fp16":  # whose bytes are half of those, for a bucket of the same size
+            assert found.mean_seconds == pytest.approx(expected.mean_seconds, rel=1e-3)
 
 
 # ----- seconds -------------------------------------------------------------------------------------------------------------
@@ -283,6 +330,12 @@ def test_one_process_costs_what_it_computes() -> None:
     assert {p.node_bytes for p in report.predictions} == {0.0}
 
 
+def test_one_process_that_computes_nothing_gains_nothing() -> None:
+    report = plan(Cluster(gpus=1, bandwidth=1e9), replace(BERT, compute=0.0))
+    assert report.speedup == 1.0 and not report.helps and "there is one GPU" in report.verdict
+    assert report.as_dict()["helps"] is False
+
+
 def test_every_algorithm_and_layout_has_a_row_and_json_holds_them_all() -> None:
     report = plan(NETWORK, BERT)
     rows = {(p.name, p.layout) for p in report.predictions}
@@ -304,7 +357,7 @@ def _cells(table: str) -> list[list[str]]:
 
 @pytest.mark.parametrize(
     ("params", "bandwidth", "compute"),
-    [(336_000_000, 1e9, 0.1), (336_000_000, 1e5, 0.1), (10**10, 1e3, 1e6), (3, 1e9, 1e-6)],
+    [(336_000_000, 1e9, 0.1), (336_000_000, 1e5, 0.1), (10**12, 1e9, 100.0), (10**15, 1e4, 1e6), (3, 1e9, 1e-6)],
 )
 def test_columns_stay_apart_and_numbers_in_full_however_large_they_get(
     params: int, bandwidth: float, compute: float
@@ -321,7 +374,7 @@ def test_columns_stay_apart_and_numbers_in_full_however_large_they_get(
         assert len(row) == len(head) and row[0] == p.title
     ends = {len(line) for line in report.table().split("\n\n")[1].splitlines()}
     assert len(ends) == 1, "right-aligned"
-    assert "e+0" not in report.verdict or params == 10**10
+    assert "e+0" not in report.verdict or params == 10**15
 
 
 def test_sentences_and_headings_have_no_exponents_either() -> None:
@@ -359,7 +412,11 @@ def test_a_plot_reaches_4096_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (Cluster, {"gpus": 2, "bandwidth": "4"}, TypeError, "bandwidth='4'"),
         (Cluster, {"gpus": 0, "bandwidth": 1e9}, ValueError, "gpus=0"),
         (Cluster, {"gpus": 2, "bandwidth": 1e9, "latency": -1}, ValueError, "latency=-1"),
+        (Cluster, {"gpus": 10**400, "bandwidth": 1e9}, ValueError, "must be at most 1,000,000,000,000,000"),
         (Job, {"params": 0, "compute": 1}, ValueError, "params"),
+        (Job, {"params": 10**16, "compute": 1}, ValueError, "params=10000000000000000 is out of range; it must be at"),
+        (Job, {"params": 10, "compute": 1, "steps": 10**10}, ValueError, "steps=10000000000 is out of range"),
+        (Job, {"params": 10, "compute": 1, "block_size": 32 * 10**400}, ValueError, "block_size=32000"),
         (Job, {"params": 10.5, "compute": 1}, TypeError, "params"),
         (Job, {"params": 10, "compute": -1}, ValueError, "compute=-1"),
         (Job, {"params": 10, "compute": 1, "warmup": 1.5}, ValueError, "warmup=1.5"),
