@@ -5,10 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+#: exit status where the reader of standard output has gone, as a shell reports it of other tools: 128 + SIGPIPE
+READER_GONE = 141
 
 
 class Outcome(NamedTuple):
@@ -32,6 +36,15 @@ class Parser(argparse.ArgumentParser):
         """Exits with status 2."""
         self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists the options)\n")
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Exits, quietly also where nobody reads the help to its end (``--help | head -1``)."""
+        try:
+            sys.stdout.flush()
+        except OSError:
+            _drop_output()
+            status = status or READER_GONE
+        super().exit(status, message)
+
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json [FILE]``."""
@@ -47,11 +60,17 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 def execute(
     parser: argparse.ArgumentParser, run: Callable[[argparse.Namespace], Outcome], options: argparse.Namespace
 ) -> int:
-    """Runs a command and reports; what is wrong with its arguments or missing becomes a message instead of a traceback."""
+    """Runs a command and reports; what is wrong with its arguments or missing becomes a message instead of a traceback.
+
+    Where the reader has gone (``| head -1``) it ends as quietly as other Unix tools, with their status.
+    """
     try:
         outcome = run(options)
         if outcome.text:
             report(outcome, options.json)
+    except BrokenPipeError:
+        _drop_output()
+        return READER_GONE
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
     return outcome.status
@@ -63,6 +82,14 @@ def report(outcome: Outcome, target: str | None) -> None:
     if target not in (None, "-"):
         Path(str(target)).write_text(encoded + "\n")
     sys.stdout.write((encoded if target == "-" else outcome.text) + "\n")
+    sys.stdout.flush()  # here an error can still be told
+
+
+def _drop_output() -> None:
+    """What is buffered for standard output goes nowhere: the interpreter would fail at it once more at its end, and say so."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def format_figure(value: float, digits: int = 4, separator: str = "") -> str:

@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from itertools import pairwise
@@ -295,7 +296,8 @@ def run(options: argparse.Namespace) -> Outcome:
                 )
             )
             if dist.get_rank() == 0:
-                sys.stderr.write(f"measured {size:,} elements\n")
+                with suppress(BrokenPipeError):  # whoever read it has gone; the other ranks are still at work
+                    sys.stderr.write(f"measured {size:,} elements\n")
         if dist.get_rank() != 0:
             return Outcome(0, "", {})
         world = f"{dist.get_world_size()} ranks, {backend}, {device.type}, torch {torch.__version__}"

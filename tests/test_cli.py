@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -149,6 +150,60 @@ def test_a_dense_step_shorter_than_its_communication_is_explained(capsys: pytest
     with pytest.raises(SystemExit):
         cli.main([*PLAN[:-2], "--dense-ms", "10"])
     assert "averaging alone should take longer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment"),
+    [
+        (PLAN, {}),
+        (PLAN, {"PYTHONUNBUFFERED": "1"}),
+        ([*PLAN, "--json"], {}),
+        (["plan", "--help"], {}),
+        (["--version"], {}),
+        (["doctor", "--no-test"], {}),
+        (
+            ["bench", "--sizes", "1000", "--repeats", "1", "--backend", "gloo", "--kernels", "reference"],
+            {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"},
+        ),
+    ],
+    ids=["plan", "plan unbuffered", "plan json", "help", "version", "doctor", "bench"],
+)
+def test_a_reader_that_has_gone_ends_a_command_quietly(arguments: list[str], environment: dict[str, str]) -> None:
+    """As with `| head -1`: no message, and the status that a shell gives other tools."""
+    if "RANK" in environment:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            environment = {**environment, "MASTER_PORT": str(free.getsockname()[1])}
+    read, write = os.pipe()
+    os.close(read)
+    root = str(Path(__file__).parents[1])
+    base = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-m", "lightning_onebit.cli", *arguments],
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=100,
+        env={**base, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", **environment},
+    )
+    os.close(write)
+    said = [line for line in done.stderr.splitlines() if not line.startswith("measured ")]
+    assert done.returncode == 141 and not [line for line in said if "rror" in line or "pipe" in line], done.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_output_that_cannot_be_written_is_an_error() -> None:
+    root = str(Path(__file__).parents[1])
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "lightning_onebit.cli", *PLAN],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=100,
+            env={**os.environ, "PYTHONPATH": root},
+        )
+    assert done.returncode == 2 and "No space left" in done.stderr and "Exception" not in done.stderr
 
 
 def test_bench_without_ranks_says_how_to_launch(
