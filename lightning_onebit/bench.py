@@ -274,6 +274,9 @@ def run(options: argparse.Namespace) -> Outcome:
             "`torchrun --nproc-per-node 2 --no-python lightning-onebit bench`"
         )
     cuda = torch.cuda.is_available()
+    if options.backend == "nccl" and not (cuda and dist.is_nccl_available()):
+        missing = "no GPU was found here" if dist.is_nccl_available() else "this torch was built without NCCL"
+        raise ValueError(f"--backend nccl cannot be used: {missing}; use --backend gloo, or leave the option out")
     backend = options.backend or ("nccl" if cuda else "gloo")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:

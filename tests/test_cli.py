@@ -216,6 +216,20 @@ def test_bench_without_ranks_says_how_to_launch(
         assert ended.value.code == 2 and "torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("built", "why"), [(False, "torch was built without NCCL"), (True, "no GPU was found")])
+def test_bench_says_where_nccl_cannot_be_used(
+    built: bool, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: built)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["bench", "--backend", "nccl"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"--backend nccl cannot be used: {'this ' if not built else ''}{why}" in said
+    assert "use --backend gloo" in said and "Traceback" not in said
+
+
 def test_bench_measures_on_real_ranks_and_reports_once(tmp_path: Path) -> None:
     command = [
         sys.executable,
