@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
@@ -314,7 +314,7 @@ class ForecastReport:
             "job": asdict(self.job),
             "predictions": [asdict(p) for p in self.predictions],
             "helps": self.helps,
-            "break_even_bandwidth": break_even_bandwidth(self.cluster, self.job, self.best.name, self.best.layout),
+            "break_even_bandwidth": _break_even(self.cluster, self.job, self.best.name, self.best.layout),
             "verdict": self.verdict,
         }
 
@@ -328,7 +328,7 @@ def plan(cluster: Cluster, job: Job, algorithms: Iterable[str] | str = "all") ->
         algorithms: names of algorithms, or ``"all"``.
 
     Raises:
-        ValueError: an unknown algorithm.
+        ValueError: an unknown algorithm, or an option in ``job`` that none of the algorithms has.
 
     Example:
         >>> report = plan(Cluster(gpus=64, gpus_per_node=4, bandwidth=4.1e9), Job(params=336_000_000, compute=0.3))
@@ -340,9 +340,10 @@ def plan(cluster: Cluster, job: Job, algorithms: Iterable[str] | str = "all") ->
     names = list(dict.fromkeys(find_algorithm(name).name for name in algorithms))
     if not names:
         raise ValueError(f"algorithms is empty; name some of {', '.join(ALGORITHMS)}, or 'all'")
-    found = [predict(cluster, job, name) for name in DENSE]
+    _check_effect(job, names)
+    found = [_predict(cluster, job, name) for name in DENSE]
     layouts = ["flat", "hierarchical"] if 1 < cluster.gpus_per_node < cluster.gpus else ["flat"]
-    found += [predict(cluster, job, name, layout) for name in names for layout in layouts]
+    found += [_predict(cluster, job, name, layout) for name in names for layout in layouts]
     fp32, fp16 = found[0].mean_seconds, found[1].mean_seconds
     return ForecastReport(
         cluster,
@@ -352,6 +353,18 @@ def plan(cluster: Cluster, job: Job, algorithms: Iterable[str] | str = "all") ->
             for p in found
         ),
     )
+
+
+def _check_effect(job: Job, names: Sequence[str]) -> None:
+    """Raises ``ValueError`` where an option of optimizers is given that none of the algorithms has."""
+    for field in fields(Job):
+        owners = [algorithm.name for algorithm in ALGORITHMS.values() if field.name in algorithm.options]
+        value = getattr(job, field.name)
+        if owners and value != field.default and not set(owners) & set(names):
+            raise ValueError(
+                f"{field.name}={value!r} has no effect on {', '.join(map(repr, names))}: {' and '.join(map(repr, owners))} "
+                f"{'has' if len(owners) == 1 else 'have'} it; leave it out or name another algorithm"
+            )
 
 
 def _over(dense: float, mean: float) -> float:
@@ -368,8 +381,15 @@ def predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pred
         layout: ``"flat"`` or ``"hierarchical"``.
 
     Raises:
-        ValueError: an unknown method or layout.
+        ValueError: an unknown method or layout, or an option in ``job`` that the algorithm does not have.
     """
+    if name not in DENSE:
+        _check_effect(job, [find_algorithm(name).name])
+    return _predict(cluster, job, name, layout)
+
+
+def _predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Prediction:
+    """The same for one method of several, to which each option of the job need not apply."""
     check_choice("layout", layout, ("flat", "hierarchical"))
     width = DENSE.get(name, job.gradient_bytes)
     dense, dense_bytes = _dense_step(cluster, job, width)
@@ -383,7 +403,7 @@ def predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pred
     wire, node_bytes = _exchange(cluster, job, name, layout == "hierarchical")
     control = _control(cluster, job)
     kernels = job.elements * (STEP_BYTES[name] - ADAMW_BYTES + _packed_bytes(cluster, job)) / cluster.memory_bandwidth
-    hides = job.overlap == "backward" and name in ("onebit_adam", "onebit_lamb")
+    hides = job.overlap == "backward" and "overlap" in ALGORITHMS[name].options
     exposed = max(0.0, wire - (job.hidden * job.compute if hides else 0.0))
     one_bit = job.compute + exposed + max(0.0, kernels) + control
     silent = job.compute + job.elements * (LOCAL_STEP_BYTES - ADAMW_BYTES) / cluster.memory_bandwidth + control
@@ -573,12 +593,19 @@ def break_even_bandwidth(cluster: Cluster, job: Job, name: str, layout: str = "f
 
     Returns:
         The bandwidth; inf if the method is faster even at 1e14 bits per second, None if it is not at 1e4.
-    """
 
+    Raises:
+        ValueError: an unknown algorithm or layout, or an option in ``job`` that the algorithm does not have.
+    """
+    _check_effect(job, [find_algorithm(name).name])
+    return _break_even(cluster, job, name, layout)
+
+
+def _break_even(cluster: Cluster, job: Job, name: str, layout: str) -> float | None:
     def faster(bandwidth: float) -> bool:
         there = replace(cluster, bandwidth=bandwidth)
-        dense = min(predict(there, job, kind).mean_seconds for kind in DENSE)
-        return predict(there, job, name, layout).mean_seconds < dense
+        dense = min(_predict(there, job, kind).mean_seconds for kind in DENSE)
+        return _predict(there, job, name, layout).mean_seconds < dense
 
     return _bisect(faster, 1e4, 1e14)
 
@@ -602,7 +629,7 @@ def _verdict(report: ForecastReport) -> str:
         f"At {format_bits(cluster.bandwidth)} per node" if cluster.nodes > 1 else "Within one node, without a network,"
     )
     if report.helps:
-        even = break_even_bandwidth(cluster, job, best.name, best.layout)
+        even = _break_even(cluster, job, best.name, best.layout)
         bound = "" if even is None or math.isinf(even) else f"; it pays below about {format_bits(even)} per node"
         return (
             f"{where} {best.title} should make the run {format_figure(report.speedup, 2)}x as fast as {dense.title}, warm-up "

@@ -133,6 +133,10 @@ def test_plan_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"--gpus": "1", "--gpus-per-node": "1", "--compute-ms": "0"}, "--compute-ms 0 with --gpus 1 leaves nothing"),
         ({"--gpus": "4" * 20}, f"gpus={'4' * 20} is out of range; it must be at most"),
         ({"--steps": "1" * 400}, "it must be at most 1,000,000,000, give the real number"),
+        (
+            {"--algorithm": "zero_one_adam", "--overlap": "backward"},
+            "overlap='backward' has no effect on 'zero_one_adam': 'onebit_adam' and 'onebit_lamb' have it; leave it out",
+        ),
         ({"--plot": "/no/such/folder/plan.png"}, "No such file"),
     ],
 )

@@ -442,6 +442,33 @@ def test_unknown_methods_and_no_methods_are_refused() -> None:
         predict(NETWORK, BERT, "onebit_adam", "tree")
 
 
+@pytest.mark.parametrize(
+    ("option", "without", "owners"),
+    [
+        ({"overlap": "backward"}, ("zero_one_adam", "binsgdm"), "'onebit_adam' and 'onebit_lamb' have it"),
+        ({"server": "mean"}, ("onebit_adam", "onebit_lamb", "zero_one_adam"), "'binsgdm' has it"),
+        ({"var_update_scaler": 8}, ("onebit_adam", "onebit_lamb", "binsgdm"), "'zero_one_adam' has it"),
+        ({"refresh_interval": 100}, ("binsgdm",), "'onebit_adam' and 'onebit_lamb' and 'zero_one_adam' have it"),
+    ],
+)
+def test_an_option_without_effect_is_refused(option: dict[str, Any], without: tuple[str, ...], owners: str) -> None:
+    """Where no algorithm that was named has it; among others that do, all are planned."""
+    job = replace(BERT, **option)
+    (field,) = option
+    words = rf"{field}=.* has no effect on .*{re.escape(owners)}; leave it out or name another algorithm"
+    for call in (plan, predict, break_even_bandwidth):
+        for name in without:
+            with pytest.raises(ValueError, match=words):
+                call(NETWORK, job, name)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=words):
+        plan(NETWORK, job, without)
+    for name in set(ALGORITHMS) - set(without):
+        assert predict(NETWORK, job, name).step_seconds > 0
+    report = plan(NETWORK, job)
+    assert len(report.predictions) == 10 and report.as_dict()["break_even_bandwidth"] > 0 and report.verdict
+    assert predict(NETWORK, job, "dense_fp32") == predict(NETWORK, BERT, "dense_fp32")
+
+
 # ----- validation ------------------------------------------------------------------------------------------------------------
 
 
