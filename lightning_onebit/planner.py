@@ -382,6 +382,11 @@ def predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pred
 
     Raises:
         ValueError: an unknown method or layout, or an option in ``job`` that the algorithm does not have.
+
+    Example:
+        >>> cluster, job = Cluster(gpus=8, bandwidth=1e9), Job(params=336_000_000, compute=0.1)
+        >>> print(f"{predict(cluster, job, 'dense_fp32').step_seconds:.1f} s, {predict(cluster, job, 'onebit_adam').step_seconds:.2f} s")
+        18.9 s, 0.73 s
     """
     if name not in DENSE:
         _check_effect(job, [find_algorithm(name).name])
@@ -557,6 +562,12 @@ def fit_compute(measured: Sequence[tuple[Cluster, Job, str, float]]) -> float:
 
     Raises:
         ValueError: nothing was measured, or a time is not positive.
+
+    Example:
+        >>> cluster, job = Cluster(gpus=8, bandwidth=1e9), Job(params=336_000_000, compute=0.0)
+        >>> compute = fit_compute([(cluster, job, "dense_fp32", 19.0), (cluster, job, "onebit_adam", 0.8)])
+        >>> print(f"{compute:.2f} s")
+        0.17 s
     """
     if not measured:
         raise ValueError("measured is empty; give at least one (cluster, job, method, seconds)")
@@ -596,6 +607,11 @@ def break_even_bandwidth(cluster: Cluster, job: Job, name: str, layout: str = "f
 
     Raises:
         ValueError: an unknown algorithm or layout, or an option in ``job`` that the algorithm does not have.
+
+    Example:
+        >>> cluster, job = Cluster(gpus=8, bandwidth=1e9), Job(params=336_000_000, compute=0.1)
+        >>> print(f"{break_even_bandwidth(cluster, job, 'onebit_adam') / 1e9:.0f} Gb/s")
+        99 Gb/s
     """
     _check_effect(job, [find_algorithm(name).name])
     return _break_even(cluster, job, name, layout)
@@ -730,6 +746,9 @@ def plot(cluster: Cluster, job: Job, path: str, algorithms: Iterable[str] | str 
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed; the message says how to get it.
+
+    Example:
+        >>> plot(Cluster(gpus=8, bandwidth=1e9), Job(params=336_000_000, compute=0.1), "plan.png", ["onebit_adam"])
     """
     try:
         from matplotlib.figure import Figure

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 import re
@@ -16,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_support import CLASSES
 
+from lightning_onebit import _console, bench, planner
 from lightning_onebit.comm import (
     Collective,
     SimulatedGroup,
@@ -24,7 +26,7 @@ from lightning_onebit.comm import (
     plan_buckets,
     ring_bytes,
 )
-from lightning_onebit.optim import OnebitAdam, OnebitLamb
+from lightning_onebit.optim import OnebitAdam, OnebitLamb, policies
 from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 from lightning_onebit.planner import (
@@ -287,6 +289,37 @@ def test_fitting_compute_recovers_what_the_model_was_given() -> None:
         fit_compute([])
     with pytest.raises(ValueError, match="seconds=0"):
         fit_compute([(NETWORK, BERT, "dense_fp32", 0)])
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (planner, ("plan", "predict", "fit_compute", "break_even_bandwidth", "plot")),
+        (bench, ("measure_link", "break_even")),
+        (
+            policies,
+            (
+                *("VariancePolicy", "ShrinkPolicy", "SyncPolicy", "IntervalPolicy", "LearningRatePolicy"),
+                *("make_sync_policy", "replay_schedule"),
+            ),
+        ),
+        (_console, ("format_figure",)),
+    ],
+    ids=["planner", "bench", "policies", "_console"],
+)
+def test_examples_in_docstrings_run(
+    module: Any, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And those that people look for have one."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    tests = {test.name.rpartition(".")[2]: test for test in doctest.DocTestFinder().find(module)}
+    assert [name for name in names if not tests[name].examples] == []
+    said: list[str] = []
+    for test in tests.values():
+        doctest.DocTestRunner().run(test, out=said.append)
+    assert not said, "".join(said)
 
 
 # ----- what it says --------------------------------------------------------------------------------------------------------

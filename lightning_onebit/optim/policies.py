@@ -32,6 +32,15 @@ class VariancePolicy:
         last_step: step of the last one; 0 before the first.
         risen: refreshes so far that do not count.
         lr: learning rate of the last refresh; None before the first.
+
+    Example:
+        >>> policy, refreshes = VariancePolicy(scaler=2), []
+        >>> for step in range(1, 17):
+        ...     if policy.due(step):
+        ...         policy.record(step, lr=1e-3)
+        ...         refreshes.append(step)
+        >>> refreshes
+        [1, 2, 3, 5, 7, 11, 15]
     """
 
     scaler: int = 16
@@ -91,6 +100,15 @@ class ShrinkPolicy:
         mean: average of the energies, biased towards 0 as long as there are few.
         seen: energies since the freeze or the last refresh.
         highest: largest average since then, from ``WINDOW`` energies on.
+
+    Example:
+        >>> policy = ShrinkPolicy()
+        >>> for step in range(1, 201):
+        ...     policy.record(energy=1.0 if step <= 150 else 0.5)
+        ...     if policy.due(step):
+        ...         print(step)
+        ...         break
+        160
     """
 
     WINDOW: ClassVar[int] = 20
@@ -127,7 +145,19 @@ class ShrinkPolicy:
 
 
 class SyncPolicy(Protocol):
-    """Steps ``T_u`` at which ranks synchronise after the variance freeze."""
+    """Steps ``T_u`` at which ranks synchronise after the variance freeze.
+
+    Example:
+        >>> policy, synchronised = IntervalPolicy(clipper=4, scaler=3), []
+        >>> policy.start(10, lr=1e-3)
+        >>> for step in range(11, 25):
+        ...     due = policy.due(step, lr=1e-3)
+        ...     policy.record(due)
+        ...     if due:
+        ...         synchronised.append(step)
+        >>> synchronised
+        [11, 12, 13, 15, 19, 23]
+    """
 
     def gap(self, step: int, lr: float) -> int:
         """Gap that holds at ``step``."""
@@ -202,6 +232,12 @@ class IntervalPolicy(_SyncBase):
 
     Attributes:
         scaler: steps after which the gap doubles (``local_step_scaler``).
+
+    Example:
+        >>> policy = IntervalPolicy(clipper=16, scaler=100)
+        >>> policy.start(1000, lr=1e-3)
+        >>> print(*(policy.gap(step, lr=1e-3) for step in (1001, 1101, 1201, 9999)))
+        1 2 4 16
     """
 
     scaler: int = 32768
@@ -218,7 +254,14 @@ class IntervalPolicy(_SyncBase):
 
 @dataclass
 class LearningRatePolicy(_SyncBase):
-    """The gap doubles each time lr has halved since the freeze: ``gap = min(clipper, 2**floor(log2(frozen_lr / lr)))``, at least 1."""
+    """The gap doubles each time lr has halved since the freeze: ``gap = min(clipper, 2**floor(log2(frozen_lr / lr)))``, at least 1.
+
+    Example:
+        >>> policy = LearningRatePolicy(clipper=16)
+        >>> policy.start(1000, lr=1e-3)
+        >>> print(*(policy.gap(2000, lr) for lr in (2e-3, 1e-3, 5e-4, 3e-4, 1e-4, 0.0)))
+        1 1 2 2 8 16
+    """
 
     def step_back(self, step: int, lr: float) -> None:
         """A doubling less than there would be, or none at all so far."""
@@ -238,7 +281,12 @@ LOCAL_STEP_POLICIES = ("interval", "learning_rate")
 
 
 def make_sync_policy(name: str, *, scaler: int, clipper: int) -> _SyncBase:
-    """The synchronisation policy called ``name`` (``local_step_policy``)."""
+    """The synchronisation policy called ``name`` (``local_step_policy``).
+
+    Example:
+        >>> make_sync_policy("interval", scaler=100, clipper=8)
+        IntervalPolicy(clipper=8, frozen_at=0, frozen_lr=0.0, since=0, scaler=100)
+    """
     check_integer("local_step_scaler", scaler, least=1)
     check_integer("local_step_clipper", clipper, least=1)
     return IntervalPolicy(clipper, scaler=scaler) if name == "interval" else LearningRatePolicy(clipper)
@@ -268,6 +316,10 @@ def replay_schedule(
 
     Returns:
         ``{"dense": refreshes, "one_bit": one-bit rounds, "silent": steps without a data round}``.
+
+    Example:
+        >>> replay_schedule(1000, var_freeze_step=200, var_update_scaler=16, policy=IntervalPolicy(16, scaler=100))
+        {'dense': 59, 'one_bit': 353, 'silent': 588}
     """
     variance = VariancePolicy(var_update_scaler, rise_steps)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}
