@@ -1261,3 +1261,59 @@ def test_synchronise_brings_the_replicas_of_zero_one_adam_together_with_their_pr
     mean = [(a + b) / 2 for a, b in zip(first["own"], second["own"], strict=True)]
     for met, shared, goal in zip(first["met"], first["shared"], mean, strict=True):
         assert (met - goal).norm() < 0.5 * (shared - goal).norm()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_hooks_of_the_state_see_all_of_it_once_and_in_torchs_order(algorithm: str, trained: bool) -> None:
+    """What post-hooks return is the state, what pre-hooks return is what is checked and loaded; plain AdamW is the reference."""
+
+    def watched(cls: Any, **options: Any) -> tuple[list[Any], Any, Any]:
+        params = [torch.nn.Parameter(torch.ones(5))]
+        optimizer = cls(params, lr=0.01, **options)
+        for _ in range(6 if trained else 0):
+            params[0].grad = torch.ones_like(params[0])
+            optimizer.step()
+        seen: list[Any] = []
+
+        def packs(_: Any, state: dict[str, Any]) -> dict[str, Any]:
+            seen.append(("packs", sorted(state), len(state["state"])))
+            return {"packed": state}
+
+        def unpacks(_: Any, state: dict[str, Any]) -> Any:
+            seen.append(("unpacks", sorted(state)))
+            return state.pop("packed")
+
+        def edits(_: Any, state: dict[str, Any]) -> None:
+            seen.append(("edits", sorted(state)))
+            state["param_groups"] = [{**group, "lr": 0.5} for group in state["param_groups"]]
+
+        def after(loaded: Any) -> None:
+            seen.append(("after", loaded.param_groups[0]["lr"], getattr(loaded, "steps", 6 * trained)))
+
+        optimizer.register_state_dict_pre_hook(lambda _: seen.append("before"))
+        optimizer.register_state_dict_post_hook(lambda _, state: seen.append(sorted(state)))
+        handle = optimizer.register_state_dict_post_hook(packs)
+        optimizer.register_load_state_dict_pre_hook(edits)
+        optimizer.register_load_state_dict_pre_hook(unpacks, prepend=True)
+        optimizer.register_load_state_dict_post_hook(after)
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        assert sorted(saved) == ["packed"], "editing happens on a copy"
+        handle.remove()
+        return seen, saved["packed"], optimizer
+
+    def expected(*entries: str) -> list[Any]:
+        packed = [("packs", [*entries], int(trained)), ("unpacks", ["packed"]), ("edits", [*entries])]
+        return ["before", [*entries], *packed, ("after", 0.5, 6 * trained)]
+
+    options: Any = {**CROSSING[algorithm], "block_size": 32, "force_compression": True}
+    seen, saved, optimizer = watched(CLASSES[algorithm], **options)
+    assert seen == expected("onebit", "param_groups", "state")
+    assert watched(torch.optim.AdamW)[0] == expected("param_groups", "state")
+    again = optimizer.state_dict()
+    assert equal(again["state"], saved["state"])
+    assert seen[-2:] == ["before", ["onebit", "param_groups", "state"]], "the handle has removed its hook"
+    optimizer.register_load_state_dict_pre_hook(lambda *_: {**saved, "param_groups": []})
+    with pytest.raises(ValueError, match="make the optimizer"):
+        optimizer.load_state_dict({"packed": saved})

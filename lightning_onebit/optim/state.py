@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -22,6 +24,18 @@ _TORCH_ADAM_OPTIONS = {
     "fused",
     "decoupled_weight_decay",
 }
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer, *names: str) -> Iterator[None]:
+    """Within it torch finds no hooks of these kinds: it would run them before what is kept outside of it is there."""
+    hooks = {name: getattr(optimizer, name) for name in names}
+    # the very dicts come back: handles of the user's remove hooks from them
+    vars(optimizer).update({name: OrderedDict() for name in names})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
 
 
 class StatefulOptimizer(ArenaOptimizer):
@@ -51,9 +65,21 @@ class StatefulOptimizer(ArenaOptimizer):
 
         Per parameter: ``step`` (fp32, 0-d), ``exp_avg``, ``exp_avg_sq`` (fp32, shape of the parameter), and where they
         exist ``master`` (fp32 weights of a 16-bit parameter) and arenas of the algorithm. Residuals differ by rank and
-        are not in it (see ``residual_state_dict``).
+        are not in it (see ``residual_state_dict``). Hooks of ``register_state_dict_post_hook`` get all of it.
         """
-        packed = super().state_dict()
+        for before in self._optimizer_state_dict_pre_hooks.values():
+            before(self)
+        packed = self._packed_state()
+        for after in self._optimizer_state_dict_post_hooks.values():
+            replaced = after(self, packed)
+            if replaced is not None:
+                packed = replaced
+        return packed
+
+    def _packed_state(self) -> dict[str, Any]:
+        """``state_dict()`` without the hooks."""
+        with _without_hooks(self, "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
+            packed: dict[str, Any] = super().state_dict()
         if self._plan is None:
             packed["onebit"] = self._books()
             return packed
@@ -228,12 +254,23 @@ class StatefulOptimizer(ArenaOptimizer):
 
         The latter continues in the warm-up. Residuals start from zero unless ``load_residual_state_dict`` follows. A step that
         has begun is forgotten: gradients that were loaded before count for nothing. No collective, unless ``begin_backward()``
-        has begun to send gradients.
+        has begun to send gradients. What hooks of ``register_load_state_dict_pre_hook`` return is checked and loaded in its place.
 
         Raises:
             ValueError: groups or shapes do not match, an option of a group is out of range, another algorithm's state, or a newer
                 version of the format; nothing has changed then.
         """
+        state_dict = state_dict.copy()  # hooks may edit it
+        for before in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = before(self, state_dict)
+            if replaced is not None:
+                state_dict = replaced
+        self._unpack_state(state_dict)
+        for after in self._optimizer_load_state_dict_post_hooks.values():
+            after(self)
+
+    def _unpack_state(self, state_dict: dict[str, Any]) -> None:
+        """``load_state_dict()`` without the hooks."""
         books = state_dict.get("onebit")
         self._check_books(books)
         self._check_groups(state_dict["param_groups"])
@@ -242,7 +279,8 @@ class StatefulOptimizer(ArenaOptimizer):
         self._check_saved(saved)
         self._abandon_step()
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
-        super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
+        with _without_hooks(self, "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
+            super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
         for group, mine in zip(self.param_groups, ours, strict=True):
             for key in _TORCH_ADAM_OPTIONS & set(group):
                 del group[key]
