@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib
 import sys
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -20,6 +22,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.utils import _sync_module_states
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_onebit._trees import FABRICS
 from lightning_onebit.checkpoint import (
@@ -32,7 +35,16 @@ from lightning_onebit.checkpoint import (
     save_shards,
     shard_ids,
 )
-from lightning_onebit.comm import DEFAULT_TIMEOUT, ByteLedger, Topology, Transport, handshake
+from lightning_onebit.comm import (
+    DEFAULT_TIMEOUT,
+    ByteLedger,
+    Reducer,
+    Topology,
+    Transport,
+    handshake,
+    share_values,
+    torn_down_last,
+)
 from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.options import check_integer
 from lightning_onebit.registry import Algorithm, find_algorithm, register
@@ -46,6 +58,7 @@ from lightning_onebit.strategy import (
     _disconnect,
     _ignored,
     _LockstepUnscale,
+    _unwrap,
     _world,
 )
 
@@ -63,6 +76,11 @@ class FabricMixin(_Base):
     (``fabric.no_backward_sync``), clipping (``fabric.clip_gradients``), buffers and checkpoints (``fabric.save``, ``fabric.load``, with
     one shard per rank beside the file) mean what they mean with DDP. Callbacks of this package need a Trainer: end the warm-up with
     ``freeze_step`` or ``optimizer.freeze()``.
+
+    A program may set up one model after another (cross-validation, sweeps). An optimizer that it no longer refers to is let go, with
+    its parameters and its connection, at the next ``fabric.setup`` or in the first backward after it, where all ranks agree on it.
+    Until then it stays, and every backward averages its gradients too while its steps are dense; ``fabric.strategy.release(optimizer)``
+    lets it go at once.
 
     Args:
         algorithm: as for ``Trainer(strategy=...)``: what ``optimizer()`` makes, and the only kind that ``setup`` takes.
@@ -109,8 +127,10 @@ class FabricMixin(_Base):
             raise TypeError(f"broadcast_buffers={broadcast_buffers!r} must be True or False")
         self._ranks_per_node = ranks_per_node
         self._broadcast_buffers = broadcast_buffers
-        self._optimizers: list[OnebitOptimizer] = []
-        self._names: dict[Tensor, str] = {}
+        self._served: list[_Served] = []  # in the order of set-up, alike on all ranks
+        self._retired: list[_Served] = []  # gone on some rank, so that none can step them any more
+        self._settle_due = False
+        self._names = WeakTensorKeyDictionary()
         self._sync = True
         self._unscale: _LockstepUnscale | None = None
         super().__init__(
@@ -132,8 +152,8 @@ class FabricMixin(_Base):
 
     @property
     def onebit_optimizers(self) -> list[OnebitOptimizer]:
-        """The optimizers that were set up."""
-        return list(self._optimizers)
+        """The optimizers that were set up and have not been let go, in this order."""
+        return [served.optimizer for served in self._served if served.optimizer is not None]
 
     def optimizer(self, params: Any, **kwargs: Any) -> OnebitOptimizer:
         """Makes the optimizer of this strategy's algorithm.
@@ -159,7 +179,7 @@ class FabricMixin(_Base):
     def setup_module(self, module: torch.nn.Module) -> Any:
         """Wraps nothing: compares the module over all ranks and gives all of them rank 0's weights and buffers."""
         _check_module(module, ValueError)
-        self._names |= {p: name for name, p in module.named_parameters()}
+        self._names.update({p: name for name, p in module.named_parameters()})
         buffers = None
         if _connected():
             handshake(self._everyone("module set-up"), _describe(module), self.root_device, "module")
@@ -171,7 +191,7 @@ class FabricMixin(_Base):
 
         def before(*_: Any) -> None:
             if torch.is_grad_enabled():
-                for optimizer in self._optimizers:
+                for optimizer in self.onebit_optimizers:
                     optimizer.show_local()
             if buffers is not None:
                 buffers.before_forward()
@@ -194,17 +214,89 @@ class FabricMixin(_Base):
             )
         if wanted.warm_up and optimizer.phase is Phase.WARMUP and optimizer.freeze_step is None:
             rank_zero_info(f"{name} has no freeze step: its steps stay dense until `optimizer.freeze()` is called.")
+        # a backward since the last set-up: this may be the next fold
+        if self._served and not self._settle_due:
+            self._settle()
+        self._settle_due = True
+        known = next((served for served in self._served if served.optimizer is optimizer), None)
+        groups: list[Any] = []
         if _connected():
             limit = timedelta(seconds=optimizer.options.timeout)
+            ranks_per_node = self._node_size()
             optimizer.release_communication()
             optimizer.configure_communication(
                 dist.new_group(timeout=self._timeout),
-                ranks_per_node=self._node_size(),
+                ranks_per_node=ranks_per_node,
                 timeout=min(self._timeout, limit) if self._timeout is not None else limit,
                 parameter_names=self._names,
             )
-        self._optimizers.append(optimizer)
+            topology = optimizer.topology
+            groups = [topology.group]
+            if topology.hierarchical:
+                groups += [topology.intra_group, topology.inter_group]
+        if known is None:
+            self._served.append(_Served(optimizer, groups))
+        else:
+            known.destroy_groups()
+            known.keep_groups(groups)
         return optimizer
+
+    def release(self, optimizer: torch.optim.Optimizer) -> None:
+        """Lets go of an optimizer that has done its work. Collective.
+
+        No backward averages its gradients any more, its process group is gone, and the strategy refers neither to it nor to its
+        parameters. Needed by a program that cannot wait for the next ``fabric.setup``, or that still refers to the optimizer (Fabric itself
+        refers to every ``LightningModule`` and its optimizers). A step that has begun is forgotten; state stays, and
+        ``fabric.setup_optimizers`` takes the optimizer again.
+
+        Args:
+            optimizer: what ``fabric.setup`` was given or has returned; alike on all ranks.
+
+        Raises:
+            ValueError: not set up, or let go before.
+            PlanMismatch: ranks give different optimizers.
+        """
+        optimizer = _unwrap(optimizer)
+        number = next((i for i, served in enumerate(self._served) if served.optimizer is optimizer), None)
+        if number is None or not isinstance(optimizer, OnebitOptimizer):
+            raise ValueError(
+                f"{type(optimizer).__name__} is none of the {len(self._served)} optimizers that this strategy serves: give one that "
+                "`fabric.setup` has set up, once"
+            )
+        if _connected():
+            description = [f"optimizer {number} of {len(self._served)}"]
+            handshake(self._everyone("release"), description, self.root_device, "optimizer to release")
+        if optimizer._session is not None:  # what backward has sent comes in before the group goes
+            optimizer._abandon_step()
+        optimizer.show_consensus()
+        optimizer.release_communication()
+        self._served.pop(number).destroy_groups()
+
+    def _settle(self) -> None:
+        """Finds out which optimizers the program has let go of, and lets them go. Collective.
+
+        Garbage is collected at each rank's own time, but a backward must concern the same optimizers on all. So the strategy holds them,
+        and loosens its grip only here: one that is gone on any rank, which then cannot step, is served no more; its groups go when it is
+        gone on all.
+        """
+        everyone, count = [*self._served, *self._retired], len(self._served)
+        for served in everyone:
+            served.loosen()
+        gc.collect()
+        alive = [served.hold() for served in everyone]
+        everywhere = anywhere = alive
+        if _connected():
+            flags = torch.tensor(alive, dtype=torch.uint8, device=self.root_device)
+            rows = share_values(self._everyone("set-up"), flags, "which optimizers are still in use").bool()
+            everywhere, anywhere = rows.all(0).tolist(), rows.any(0).tolist()
+        stays = [i < count and alike for i, alike in enumerate(everywhere)]
+        self._served = [served for i, served in enumerate(everyone) if stays[i]]
+        self._retired = [served for i, served in enumerate(everyone) if anywhere[i] and not stays[i]]
+        for served in self._retired:
+            served.optimizer = None
+        for i, served in enumerate(everyone):
+            if not anywhere[i]:
+                served.destroy_groups()
 
     def _node_size(self) -> int:
         world = dist.get_world_size()
@@ -217,7 +309,12 @@ class FabricMixin(_Base):
 
     def backward(self, tensor: Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
         """Runs backward; afterwards gradients are averaged where the next step is dense."""
-        concerned = [optimizer for optimizer in self._optimizers if optimizer.trains]
+        if self._sync and self._settle_due:
+            self._settle_due = False
+            # by now `model, optimizer = fabric.setup(...)` has replaced those of the fold before
+            if len(self._served) > 1:
+                self._settle()
+        concerned = [optimizer for optimizer in self.onebit_optimizers if optimizer.trains]
         for optimizer in concerned:
             optimizer.begin_backward(self._sync)
         super().backward(tensor, module, *args, **kwargs)
@@ -270,7 +367,7 @@ class FabricMixin(_Base):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Fabric's; what differs by rank is written by every rank beside the file. Collective."""
-        saved = [o for o in self._optimizers if any(value is o for value in state.values())]
+        saved = [o for o in self.onebit_optimizers if any(value is o for value in state.values())]
         save: Callable[..., None] = super().save_checkpoint
         if not saved:
             older = shard_ids(str(path))
@@ -304,7 +401,7 @@ class FabricMixin(_Base):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Fabric's; completes the optimizers with what lies beside the file. Collective."""
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
-        loaded = [o for o in self._optimizers if isinstance(state, dict) and any(v is o for v in state.values())]
+        loaded = [o for o in self.onebit_optimizers if isinstance(state, dict) and any(v is o for v in state.values())]
         if loaded:
             try:
                 stamp = Stamp.of(rest)
@@ -327,6 +424,61 @@ class FabricMixin(_Base):
         """All ranks, for small rounds that neither training nor its accounts know of."""
         topology = Topology.create(None, timeout=self._timeout)
         return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: optimizers, groups, names of parameters."""
+        return {key: value for key, value in vars(self).items() if key not in ("_served", "_retired", "_names")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _served=[], _retired=[], _names=WeakTensorKeyDictionary())
+
+
+class _Served:
+    """An optimizer that was set up, and the process groups that were made for it."""
+
+    def __init__(self, optimizer: OnebitOptimizer, groups: list[Any]) -> None:
+        self.optimizer: OnebitOptimizer | None = optimizer
+        self._weak = weakref.ref(optimizer)
+        self.keep_groups(groups)
+        self._reducer: weakref.ref[Reducer] | None = None
+
+    def loosen(self) -> None:
+        """Leaves the optimizer to the program."""
+        optimizer, self.optimizer = self._weak(), None
+        if optimizer is None:
+            return
+        # parameters have hooks that hold it; they are made anew when it sends during backward again
+        if optimizer._session is None:
+            optimizer._remove_landing_hooks()
+        self._reducer = weakref.ref(optimizer._reducer) if optimizer._reducer is not None else None
+
+    def hold(self) -> bool:
+        """Holds the optimizer again, if it is still there.
+
+        If not, the hooks of its dense averaging go: torch's garbage collection does not see that parameters and their hooks hold
+        each other, and the model may train on with another optimizer.
+        """
+        self.optimizer = self._weak()
+        if self.optimizer is None and self._reducer is not None:
+            reducer, self._reducer = self._reducer(), None
+            if reducer is not None:
+                reducer.close()
+        return self.optimizer is not None
+
+    def keep_groups(self, groups: list[Any]) -> None:
+        """Remembers groups to be destroyed; torch holds them until then, and whoever holds them longer keeps gloo's threads."""
+        self._groups = [weakref.ref(group) for group in groups]
+
+    def destroy_groups(self) -> None:
+        """Destroys the groups, on all ranks alike, as far as the program has not done so."""
+        groups = [group for ref in self._groups if (group := ref()) is not None]
+        self._groups = []
+        with torn_down_last(list(groups)):
+            while groups:
+                group = groups.pop()
+                if _connected() and group in dist.distributed_c10d._world.pg_map:
+                    dist.destroy_process_group(group)
+                del group
 
 
 class _SyncControl:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
+import pickle
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from harness import run_ranks
+from harness import counting, run_ranks
 from lightning_support import differing, enter, same_on_all_ranks
 
 import lightning_onebit as ob
@@ -203,6 +206,198 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
     found = run_ranks(overflow, 2)
     assert found[0] == found[1]
     assert found[0] == {"skipped": [], "count": 1, "steps": 6, "scale": 2.0, "different": []}
+
+
+# ----- one model after another ----------------------------------------------------------------------------------------------------
+
+
+def folds(rank: int, world: int, algorithm: str, deletes: bool, folder: str) -> dict[str, Any]:
+    """Four folds; only rank 0 collects garbage of itself. Of each: what its last dense step sends, what there is of earlier folds."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    gc.disable()
+    fabric = launched("lightning.fabric", algorithm)
+    found: dict[str, Any] = {"sent": [], "served": [], "alive": [], "threads": [], "different": []}
+    options: dict[str, Any] = {"overlap": "backward"} if algorithm == "onebit_lamb" else {}
+    old: list[Any] = []
+    for fold in range(4):
+        module = net()
+        # some folds end in their warm-up
+        optimizer: Any = fabric.strategy.optimizer(
+            module.parameters(), lr=1e-2, block_size=32, freeze_step=5 if fold % 2 else 100, **options
+        )
+        model, optimizer = fabric.setup(module, optimizer)
+        if deletes:
+            found["alive"].append(sum(ref() is not None for ref in old))
+        train(fabric, model, optimizer, 3)
+        if not deletes:
+            gc.collect()  # a module that was set up is in a cycle
+            found["alive"].append(sum(ref() is not None for ref in old))
+        with counting() as counted:
+            train(fabric, model, optimizer, 1, start=3)
+        found["sent"].append([(seen.op, seen.input_bytes) for seen in counted.seen])
+        train(fabric, model, optimizer, 6, start=4)
+        state = {"model": model, "optimizer": optimizer}
+        fabric.save(f"{folder}/fold.ckpt", state)
+        train(fabric, model, optimizer, 2, start=10)
+        straight = weights(module)
+        fabric.load(f"{folder}/fold.ckpt", state)
+        train(fabric, model, optimizer, 2, start=10)
+        found["different"] += [*differing(straight, weights(module)), *same_on_all_ranks(dict(module.state_dict()))]
+        found["served"].append(
+            [served is optimizer.optimizer for served in fabric.strategy.onebit_optimizers]
+            + [optimizer.ledger.compressed_steps > 0]
+        )
+        found["threads"].append(len(os.listdir("/proc/self/task")) if Path("/proc/self/task").exists() else 0)
+        old += [weakref.ref(thing) for thing in (optimizer.optimizer, *module.parameters())]
+        del state
+        if deletes:
+            del module, model, optimizer
+            if rank == 0:
+                gc.collect()
+    return found
+
+
+@pytest.mark.parametrize("deletes", [True, False])
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb"])
+def test_folds_that_are_over_are_freed_and_send_nothing(algorithm: str, deletes: bool, tmp_path: Path) -> None:
+    """Deleted before the next set-up, or replaced by it; collected by one rank alone, or by none."""
+    for found in run_ranks(folds, 2, algorithm, deletes, str(tmp_path)):
+        assert found["alive"] == [0, 0, 0, 0]
+        assert found["sent"] == [found["sent"][0]] * 4 and found["sent"][0]
+        assert found["served"] == [[True, fold % 2 == 1] for fold in range(4)]
+        assert found["threads"][3] == found["threads"][0], "process groups have ended, with their threads"
+        assert found["different"] == []
+
+
+def several(rank: int, world: int) -> dict[str, Any]:
+    """Two live optimizers; then one is dropped, which rank 0 collects at once and rank 1 keeps; then a third comes."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    gc.disable()
+    fabric = launched("lightning.fabric", "onebit_adam")
+    kept: list[Any] = []
+
+    def made(freeze_step: int) -> tuple[Any, Any, Any]:
+        module = net()
+        optimizer = fabric.strategy.optimizer(module.parameters(), lr=1e-2, block_size=32, freeze_step=freeze_step)
+        return module, *fabric.setup(module, optimizer)
+
+    (one, first, optimizer), (two, second, other) = made(4), made(100)
+    start = [weights(one), weights(two)]
+    for step in range(6):
+        train(fabric, first, optimizer, 1, start=step)
+        train(fabric, second, other, 1, start=step)
+    found: dict[str, Any] = {
+        "moved": [len(differing(*pair)) for pair in zip(start, [weights(one), weights(two)], strict=True)],
+        "apart": same_on_all_ranks({f"{m}.{k}": v for m in (one, two) for k, v in m.named_parameters()}),
+        "compressed": (optimizer.ledger.compressed_steps, other.ledger.compressed_steps),
+        "served": [len(fabric.strategy.onebit_optimizers)],
+    }
+    if rank == 1:
+        kept.append(other)
+    gone = [weakref.ref(p) for p in two.parameters()]
+    del two, second, other
+    if rank == 0:
+        gc.collect()
+    train(fabric, first, optimizer, 2, start=6)  # nobody has agreed yet: all ranks still average it
+    found["served"].append(len(fabric.strategy.onebit_optimizers))
+    three, third, another = made(3)
+    for step in range(5):
+        train(fabric, third, another, 1, start=step)
+        with counting() as counted:
+            train(fabric, first, optimizer, 1, start=8 + step)
+    last = optimizer.ledger.last
+    found["sent"] = (counted.bytes_sent, last.bytes_sent + last.control_bytes)
+    found["served"].append(len(fabric.strategy.onebit_optimizers))
+    found["alive"] = [sum(ref() is not None for ref in gone)]
+    kept.clear()
+    made(3)
+    found["alive"].append(sum(ref() is not None for ref in gone))
+    found["order"] = [
+        served is mine.optimizer
+        for served, mine in zip(fabric.strategy.onebit_optimizers, (optimizer, another), strict=False)
+    ]
+    found["apart"] += same_on_all_ranks({f"{m}.{k}": v for m in (one, three) for k, v in m.named_parameters()})
+    return found
+
+
+def test_ranks_agree_which_of_several_optimizers_a_backward_concerns() -> None:
+    for rank, found in enumerate(run_ranks(several, 2)):
+        assert found["moved"] == [4, 4]
+        assert found["apart"] == []
+        assert found["compressed"] == (2, 0)
+        assert found["served"] == [2, 2, 2], "one that is gone on a rank cannot step on the others"
+        assert found["sent"][0] == found["sent"][1] > 0
+        assert found["alive"] == [4 * rank, 0]
+        assert found["order"] == [True, True]
+
+
+def released(rank: int, world: int) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    fabric = launched("lightning.fabric", "zero_one_adam")
+    found: dict[str, Any] = {"messages": [], "apart": []}
+    module = net()
+    options = {"lr": 1e-2, "block_size": 32, "var_freeze_step": 3, "local_step_scaler": 2}
+    model, optimizer = fabric.setup(module, fabric.strategy.optimizer(module.parameters(), **options))
+    _, second = fabric.setup(net(), fabric.strategy.optimizer([torch.nn.Parameter(torch.ones(3))], lr=1.0))
+    try:
+        fabric.strategy.release(optimizer if rank == 0 else second)
+    except ob.comm.PlanMismatch as error:
+        found["messages"].append(str(error))
+    train(fabric, model, optimizer, 9)
+    groups = len(dist.distributed_c10d._world.pg_map)
+    fabric.strategy.release(second)
+    fabric.strategy.release(optimizer)
+    found["groups"] = groups - len(dist.distributed_c10d._world.pg_map)
+    found["served"] = len(fabric.strategy.onebit_optimizers)
+    for wrong in (optimizer, torch.optim.SGD(module.parameters())):
+        try:
+            fabric.strategy.release(wrong)
+        except ValueError as error:
+            found["messages"].append(str(error))
+    found["apart"] += same_on_all_ranks(dict(module.named_parameters()))
+    with counting() as counted:
+        fabric.backward(model(torch.ones(2, 6)).sum())
+    found["seen"] = len(counted.seen)
+    # once more, and twice: it keeps its state and its place
+    again: Any = None
+    for _ in range(2):
+        again = fabric.setup_optimizers(optimizer.optimizer)
+    train(fabric, model, again, 6, start=9)
+    found["again"] = (again.steps, len(fabric.strategy.onebit_optimizers), optimizer.optimizer is again.optimizer)
+    found["groups again"] = groups - len(dist.distributed_c10d._world.pg_map)
+    found["apart"] += same_on_all_ranks(dict(module.named_parameters()))
+    again.synchronise()
+    found["apart"] += same_on_all_ranks(dict(module.named_parameters()))
+    # a new one for the same model: the old one's hooks are gone from its parameters
+    hooks = [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()]
+    old = weakref.ref(again.optimizer)
+    made: Any = fabric.strategy.optimizer(module.parameters(), **options)
+    again = fabric.setup_optimizers(made)
+    del optimizer, made
+    train(fabric, model, again, 6)
+    found["old"] = old() is None
+    found["hooks"] = hooks, [len(p._post_accumulate_grad_hooks or ()) for p in module.parameters()]
+    return found
+
+
+def test_an_optimizer_is_released_and_set_up_again() -> None:
+    for found in run_ranks(released, 2):
+        mismatch, twice, plain = found["messages"]
+        assert "optimizer 0 of 2" in mismatch and "optimizer 1 of 2" in mismatch
+        assert "FabricZeroOneAdam" not in twice and "ZeroOneAdam is none of the 0 optimizers" in twice
+        assert "SGD is none of the 0 optimizers" in plain
+        assert (found["groups"], found["served"], found["seen"]) == (2, 0, 0)
+        assert found["again"] == (15, 1, True) and found["groups again"] == 1
+        assert found["old"]
+        assert found["apart"] == []
+        assert found["hooks"] == ([1] * 4, [1] * 4)
+
+
+def test_a_strategy_can_be_sent_to_the_processes_it_starts() -> None:
+    from lightning_onebit.fabric import OnebitStrategy
+
+    strategy = pickle.loads(pickle.dumps(OnebitStrategy("onebit_lamb", ranks_per_node=1)))
+    assert strategy.onebit_optimizers == [] and strategy._ranks_per_node == 1
 
 
 def refused(rank: int, world: int) -> dict[str, str]:
