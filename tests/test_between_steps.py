@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -350,3 +352,26 @@ def test_a_damaged_state_is_refused_before_anything_changes(
     after = optimizer.residual_state_dict()
     assert before["steps"] == after["steps"] == 8
     assert all(torch.equal(before["tensors"][name], after["tensors"][name]) for name in before["tensors"])
+
+
+def let_go(group: Any, rank: int, world: int, algorithm: str, overlap: str) -> list[bool]:
+    """Whether the parameters of a model are there after the program has let go of it and of its optimizer, without another word."""
+    params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(9))]
+    options: dict[str, Any] = {"overlap": overlap} if overlap != "step" else {}
+    optimizer = build(algorithm, [{"params": params[:1]}, {"params": params[1:], "compress": False}], group, **options)
+    for t in range(STEPS):
+        optimizer.zero_grad()
+        optimizer.begin_backward()
+        fill(params, t, rank)
+        optimizer.step()
+    known = [weakref.ref(p) for p in params]
+    del params, optimizer
+    return [reference() is None for reference in known if gc.collect() or True]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "overlap"),
+    [*((name, "step") for name in CLASSES), ("onebit_adam", "backward"), ("onebit_lamb", "backward")],
+)
+def test_what_the_program_lets_go_of_is_freed(algorithm: str, overlap: str) -> None:
+    assert run_world(let_go, 2, algorithm, overlap) == [[True, True]] * 2

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -175,29 +176,36 @@ class Reducer:
         self._spent = []
         self._armed = True
 
-    def _hook(self, index: int):  # type: ignore[no-untyped-def]
+    def _hook(self, index: int) -> Callable[[torch.nn.Parameter], None]:
+        # weakly: the garbage collector cannot see through hooks, and parameters that hold the reducer that holds them would live for ever
+        reducer = weakref.ref(self)
+
         def hook(param: torch.nn.Parameter) -> None:
-            self.stale = True
-            if not (self._armed and self.overlap and param.numel() and self.takes_part(index)):
-                return
-            if param.grad is not None and param.grad.layout is not torch.strided:
-                return  # a sparse gradient: the optimizer refuses it by the parameter's name
-            bucket, k = self._place[index]
-            if self._ready[index]:
-                in_place = param.grad is not None and param.grad.data_ptr() == bucket.views[k].data_ptr()
-                if bucket.pending is not None or in_place:
-                    raise RuntimeError(
-                        f"parameter {index} of shape {tuple(param.shape)} received a gradient twice in one backward, after its bucket "
-                        "was sent (re-entrant activation checkpointing does that); use use_reentrant=False, or overlap_dense=False"
-                    )
-                self._fill(index)  # not sent yet: take the newer, complete value
-                return
-            self._ready[index] = True
-            self._fill(index)
-            bucket.missing -= 1
-            self._launch_ready()
+            if (held := reducer()) is not None:
+                held._landed(index, param)
 
         return hook
+
+    def _landed(self, index: int, param: torch.nn.Parameter) -> None:
+        self.stale = True
+        if not (self._armed and self.overlap and param.numel() and self.takes_part(index)):
+            return
+        if param.grad is not None and param.grad.layout is not torch.strided:
+            return  # a sparse gradient: the optimizer refuses it by the parameter's name
+        bucket, k = self._place[index]
+        if self._ready[index]:
+            in_place = param.grad is not None and param.grad.data_ptr() == bucket.views[k].data_ptr()
+            if bucket.pending is not None or in_place:
+                raise RuntimeError(
+                    f"parameter {index} of shape {tuple(param.shape)} received a gradient twice in one backward, after its bucket "
+                    "was sent (re-entrant activation checkpointing does that); use use_reentrant=False, or overlap_dense=False"
+                )
+            self._fill(index)  # not sent yet: take the newer, complete value
+            return
+        self._ready[index] = True
+        self._fill(index)
+        bucket.missing -= 1
+        self._launch_ready()
 
     @torch.no_grad()
     def _fill(self, index: int) -> None:

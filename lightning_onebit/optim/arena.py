@@ -360,7 +360,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         fixed = self._plan is not None and not self._takes_new_parameters()
         if fixed and self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
             # connected to another world since: cut everything anew (before newcomers, which have no state to save, are numbered)
-            self.load_state_dict(self.state_dict())
+            self._unpack_state(self._packed_state())
         else:
             kept = {id(self._params[i]): self._state_of(i) for i in self._known()} if self._plan is not None else {}
             self._index()
@@ -403,6 +403,14 @@ class ArenaOptimizer(torch.optim.Optimizer):
         size = self._plan.elements
         self._flat = {name: torch.zeros(size, dtype=torch.float32, device=self._device) for name in self._arenas()}
         self._layout_dense(kept)
+
+    def _packed_state(self) -> dict[str, Any]:
+        """``state_dict()``, of which no hook is told."""
+        raise AssertionError("abstract")
+
+    def _unpack_state(self, state_dict: dict[str, Any]) -> None:
+        """``load_state_dict()``, of which no hook is told."""
+        raise AssertionError("abstract")
 
     def _layout_dense(self, kept: dict[int, dict[str, Tensor]]) -> None:
         """State that is kept by parameter: moments of dense groups and master weights; then all state there was."""

@@ -498,26 +498,32 @@ class OnebitOptimizer(StatefulOptimizer):
         self._session = self._exchange.begin(self, slack=len(self._early_buckets))
 
     def _landing_hook(self, slot: int) -> Callable[[Tensor], None]:
-        @torch.no_grad()
+        optimizer = weakref.ref(self)  # as in the reducer's hooks
+
         def landed(_: Tensor) -> None:
-            if self._session is None:
-                return
-            if any(slot in bucket.params for bucket in self._early_buckets[: self._launched]):
-                raise RuntimeError(
-                    f"{self.name_of(self._slots[slot])} received a gradient after its bucket was sent (re-entrant activation "
-                    "checkpointing does that, or a second backward); use use_reentrant=False, or overlap='step'"
-                )
-            if slot in self._landed:
-                return
-            self._landed.add(slot)
-            for position, bucket in enumerate(self._early_buckets):
-                if slot in bucket.params:
-                    self._owed[position] -= 1
-            while self._launched < len(self._owed) and self._owed[self._launched] <= 0:
-                self._session.launch(self._early_buckets[self._launched])
-                self._launched += 1
+            if (held := optimizer()) is not None:
+                held._gradient_landed(slot)
 
         return landed
+
+    @torch.no_grad()
+    def _gradient_landed(self, slot: int) -> None:
+        if self._session is None:
+            return
+        if any(slot in bucket.params for bucket in self._early_buckets[: self._launched]):
+            raise RuntimeError(
+                f"{self.name_of(self._slots[slot])} received a gradient after its bucket was sent (re-entrant activation "
+                "checkpointing does that, or a second backward); use use_reentrant=False, or overlap='step'"
+            )
+        if slot in self._landed:
+            return
+        self._landed.add(slot)
+        for position, bucket in enumerate(self._early_buckets):
+            if slot in bucket.params:
+                self._owed[position] -= 1
+        while self._launched < len(self._owed) and self._owed[self._launched] <= 0:
+            self._session.launch(self._early_buckets[self._launched])
+            self._launched += 1
 
     def _launch_rest(self, session: ExchangeSession) -> None:
         """Sends the buckets that backward still owed gradients to; those count as zeros."""

@@ -76,6 +76,7 @@ class StatefulOptimizer(ArenaOptimizer):
                 packed = replaced
         return packed
 
+    @torch.no_grad()
     def _packed_state(self) -> dict[str, Any]:
         """``state_dict()`` without the hooks."""
         with _without_hooks(self, "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
@@ -269,6 +270,7 @@ class StatefulOptimizer(ArenaOptimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
+    @torch.no_grad()
     def _unpack_state(self, state_dict: dict[str, Any]) -> None:
         """``load_state_dict()`` without the hooks."""
         books = state_dict.get("onebit")
