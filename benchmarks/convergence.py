@@ -283,7 +283,8 @@ def make_optimizer(job: Job, params: list[torch.nn.Parameter], group: SimulatedG
     if job.optimizer == "onebit_lamb":
         return OnebitLamb(params, **common, **{"freeze_step": share, **options})
     if job.optimizer == "zero_one_adam":
-        return ZeroOneAdam(params, **common, **{"var_freeze_step": share, "local_step_scaler": share, **options})
+        local = {} if options.get("local_step_clipper") == 1 else {"local_step_scaler": share}
+        return ZeroOneAdam(params, **common, **{"var_freeze_step": share, **local, **options})
     if job.optimizer == "binsgdm":
         return BinSGDM(params, seed=job.seed, **common, **options)
     raise ValueError(f"optimizer={job.optimizer!r} is unknown")
@@ -583,6 +584,8 @@ TO_THE_END: Options = (("preconditioned", True), ("var_decay", "refresh"), ("var
 OVER_TIME: Options = (("preconditioned", True), ("var_freeze_step", 1200), *ALL_COUNT)
 # 0/1 Adam whose refreshes before the freeze grow rarer after 64 of them in the place of 16
 DENSER: Options = (*ALL_COUNT, ("var_update_scaler", 64))
+# blocks sent with a quarter more than their root mean square, as 1-bit LAMB does
+LARGER: Options = (("scale_factor", 1.25),)
 # 1-bit Adam whose frozen variance is refreshed by 4 dense steps now and then
 REFRESHES, SHORT_REFRESHES = (("refresh_interval", 100),), (("refresh_interval", 40),)
 
@@ -654,6 +657,7 @@ def studies() -> dict[str, list[Chain]]:
                 also_rungs=(-1, 0),
             ),
             digits("onebit_adam", seeds=ALL_SEEDS, also=((16, False, ALL_SEEDS),)),
+            digits("onebit_adam", seeds=MOST_SEEDS, variants=(LARGER,)),
             digits("onebit_adam", options=FROZEN, variants=frozen_floors),
             digits(
                 *("onebit_adam", 4, 8, FROZEN),
@@ -775,6 +779,17 @@ def studies() -> dict[str, list[Chain]]:
             ),
             Chain("text", "zero_one_adam", 4, STEPS, start=8, also=((2, True, (0,)), four, sixteen, sixty_four)),
             digits("zero_one_adam", options=STEPS, refine=True, seeds=MANY_SEEDS),
+            Chain(
+                *("text", "zero_one_adam", 4, LARGER),
+                seeds=NINE_SEEDS,
+                also=((2, True, (0,)), four, (16, False, NINE_SEEDS), (64, False, NINE_SEEDS)),
+            ),
+            digits(
+                "zero_one_adam",
+                options=LARGER,
+                seeds=ALL_SEEDS,
+                also=((2, True, MANY_SEEDS), four, (16, False, ALL_SEEDS)),
+            ),
             # the variance refreshed to the end, as an average of refreshes and of steps, at one lr
             digits("zero_one_adam", options=OVER_TIME, seeds=MOST_SEEDS, variants=(TO_THE_END,)),
             digits("zero_one_adam", options=OVER_TIME, refine=True, seeds=MANY_SEEDS),

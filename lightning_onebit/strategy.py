@@ -1154,6 +1154,10 @@ def _check_hierarchy(hierarchical: Any, ranks_per_node: Any) -> None:
         raise ValueError(
             f"ranks_per_node={ranks_per_node} has no effect with hierarchical=False; leave one of them out"
         )
+    if hierarchical is True and ranks_per_node == 1:
+        raise ValueError(
+            "hierarchical=True has no effect with ranks_per_node=1, which leaves nothing to do inside nodes; leave one of them out"
+        )
 
 
 def _listed(options: Mapping[str, Any]) -> str:

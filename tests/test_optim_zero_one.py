@@ -834,6 +834,12 @@ def test_a_group_that_joins_between_one_bit_rounds_costs_the_others_nothing_but_
         ),
         ({"local_step_scaler": 0}, ValueError, "local_step_scaler=0"),
         ({"local_step_clipper": 0}, ValueError, "local_step_clipper=0"),
+        ({"local_step_clipper": 1, "local_step_scaler": 9}, ValueError, "local_step_scaler=9 has no effect"),
+        (
+            {"local_step_clipper": 1, "local_step_policy": "learning_rate"},
+            ValueError,
+            "'learning_rate' has no effect with local_step_clipper=1",
+        ),
         ({"local_step_policy": "never"}, ValueError, "local_step_policy='never' .* 'interval', 'learning_rate'"),
         (
             {"local_step_policy": "learning_rate", "local_step_scaler": 7},

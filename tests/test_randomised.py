@@ -134,7 +134,8 @@ def scripts(draw: Any, algorithm: str) -> Script:
         options["refresh_steps"] = None if interval == "never" else draw(st.integers(1, 3))
     if algorithm == "zero_one_adam":
         options |= {"var_update_scaler": draw(st.integers(1, 3)), "local_step_clipper": draw(st.integers(1, 4))}
-        options |= {"local_step_scaler": draw(st.integers(1, 3)), "var_rise_steps": draw(st.sampled_from([0, None]))}
+        options |= {"local_step_scaler": draw(st.integers(1, 3))} if options["local_step_clipper"] > 1 else {}
+        options |= {"var_rise_steps": draw(st.sampled_from([0, None]))}
         if (options.get("var_freeze_step") or STEPS) >= options["var_update_scaler"] + 2 and draw(st.booleans()):
             options["var_rise_steps"] = options["var_update_scaler"] + draw(st.integers(1, 3))
         if (options.get("var_freeze_step") or STEPS) >= options["var_update_scaler"] + 3:

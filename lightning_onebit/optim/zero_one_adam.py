@@ -162,6 +162,13 @@ class ZeroOneAdam(RefreshingAdam):
             raise ValueError(
                 f"local_step_scaler={local_step_scaler} has no effect with local_step_policy={local_step_policy!r}; leave it out"
             )
+        if local_step_clipper == 1 and (local_step_scaler != 32768 or local_step_policy != "interval"):
+            given = f"local_step_scaler={local_step_scaler}"
+            if local_step_policy != "interval":
+                given = f"local_step_policy={local_step_policy!r}"
+            raise ValueError(
+                f"{given} has no effect with local_step_clipper=1, which means no local steps; leave it out, or allow larger gaps"
+            )
         if isinstance(preconditioned, str) and preconditioned != "auto":
             raise ValueError(f"preconditioned={preconditioned!r} is unknown; choose 'auto', True or False")
         if not isinstance(preconditioned, str):
