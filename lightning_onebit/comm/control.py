@@ -8,6 +8,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -58,19 +59,17 @@ def control_round(
         present: per parameter, whether this rank has a gradient.
         device: device of the parameters (control tensors live there with NCCL).
     """
-    bits = bytearray(control_payload_bytes(len(present)) - _HEADER.size)
-    for index, flag in enumerate(present):
-        bits[index // 8] |= flag << (index % 8)
-    payload = _HEADER.pack(sum_squares, non_finite) + bytes(bits)
+    bits = np.packbits(np.array(present, dtype=bool), bitorder="little")
+    payload = _HEADER.pack(sum_squares, non_finite) + bits.tobytes()
     rows = _gather_bytes(transport, payload, device, "control round (norm, non-finite flags, presence of gradients)")
-    total, bad, merged = 0.0, 0, bytearray(len(bits))
+    total, bad, merged = 0.0, 0, np.zeros_like(bits)
     for row in rows:
         squares, flags = _HEADER.unpack(row[: _HEADER.size])
         total += squares
         bad += flags
-        merged = bytearray(x | y for x, y in zip(merged, row[_HEADER.size :], strict=True))
-    anywhere = tuple(bool(merged[i // 8] >> (i % 8) & 1) for i in range(len(present)))
-    return Control(total, bad == 0, anywhere, len(rows))
+        merged |= np.frombuffer(row, dtype=np.uint8, offset=_HEADER.size)
+    anywhere = np.unpackbits(merged, count=len(present), bitorder="little").astype(bool)
+    return Control(total, bad == 0, tuple(anywhere.tolist()), len(rows))
 
 
 def share_values(transport: Transport, values: Tensor, what: str) -> Tensor:

@@ -319,28 +319,29 @@ class _SpanTable:
         if len(spans) != layout.count:
             raise ValueError(f"{name} must have one entry per span, {layout.count}, got {len(spans)}")
         self.layout = layout
-        addresses, codes = array("Q"), bytearray()
-        self._in_place: list[Tensor] = []
+        self._in_place: list[Tensor] | None = None
         self._copies: list[tuple[Tensor, Tensor]] = []
-        for tensor, numel in zip(spans, layout.numels, strict=True):
-            if tensor is None:
-                addresses.append(0)
-                codes.append(0)
-                continue
-            if tensor.numel() != numel or not tensor.is_cpu:
-                raise ValueError(
-                    f"{name}: a span of {numel} elements on the cpu got shape {tuple(tensor.shape)} on {tensor.device}"
-                )
-            code = dtypes.get(tensor.dtype)
-            if code is None or not tensor.is_contiguous():
-                copy = tensor.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-                self._copies.append((tensor, copy))
-                tensor, code = copy, 0
-            elif not tensor.is_inference():
-                self._in_place.append(tensor)
-            addresses.append(tensor.data_ptr())
-            codes.append(code)
-        self._keep = (addresses, bytes(codes))
+        # one fact of all tensors after the other, in comprehensions: gradients' tables are made at every step
+        there = [tensor for tensor in spans if tensor is not None]
+        numels = layout.numels
+        if len(there) < len(spans):
+            numels = [numel for tensor, numel in zip(spans, numels, strict=True) if tensor is not None]
+        if [tensor.numel() for tensor in there] != numels or not all([tensor.is_cpu for tensor in there]):
+            tensor, numel = next((t, n) for t, n in zip(there, numels, strict=True) if t.numel() != n or not t.is_cpu)
+            raise ValueError(
+                f"{name}: a span of {numel} elements on the cpu got shape {tuple(tensor.shape)} on {tensor.device}"
+            )
+        fits = [tensor.dtype in dtypes and tensor.is_contiguous() for tensor in there]
+        if not all(fits):
+            self._copies = [
+                (tensor, tensor.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True))
+                for tensor, fit in zip(there, fits, strict=True)
+                if not fit
+            ]
+            copies = iter(self._copies)
+            spans = [t if t is None or (t.dtype in dtypes and t.is_contiguous()) else next(copies)[1] for t in spans]
+        addresses = array("Q", [0 if tensor is None else tensor.data_ptr() for tensor in spans])
+        self._keep = (addresses, bytes([0 if tensor is None else dtypes[tensor.dtype] for tensor in spans]))
         self.arguments = (layout.count, *layout.tables, addresses.buffer_info()[0], self._keep[1])
 
     @classmethod
@@ -352,15 +353,22 @@ class _SpanTable:
         known: _SpanTable | None = spans.tables.get(key)
         if known is None or known.layout is not layout:
             known = cls(layout, spans, name, dtypes)
-            if not known._copies:  # a copy holds what the tensor held
+            # a copy holds what the tensor held (gradients are bound for one step, in which nobody writes to them)
+            if not known._copies or name == "g":
                 spans.tables[key] = known
         return known
 
-    def written(self) -> None:
-        """Makes what C wrote visible: to the tensors that were copied, and to autograd's check of in-place changes."""
+    def written(self, spans: Spans) -> None:
+        """Makes what C wrote visible: to the tensors that were copied, and to autograd's check of in-place changes.
+
+        Args:
+            spans: the tensors that the table was made of.
+        """
         with torch.no_grad():
             for tensor, copy in self._copies:
                 tensor.copy_(copy)
+        if self._in_place is None:
+            self._in_place = [tensor for tensor in spans if tensor is not None and not tensor.is_inference()]
         increment_versions(self._in_place)
 
 
@@ -441,9 +449,9 @@ class CpuKernels(ReferenceKernels):
     def scatter(self, bucket: BlockMap, flat: Tensor, spans: Spans) -> None:
         """Flat fp32 to spans, cast to their dtype."""
         source = _address(flat, "flat", bucket.elements)
-        table = _SpanTable(self._layout(bucket), spans, "spans", _DTYPES)
+        table = _SpanTable.of(self._layout(bucket), spans, "spans", _DTYPES)
         self._call("scatter", bucket.block_size, bucket.blocks, *table.arguments, source)
-        table.written()
+        table.written(spans)
 
     def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sum of squares, in fp64, and the number of tensors with a non-finite value."""
@@ -458,23 +466,20 @@ class CpuKernels(ReferenceKernels):
 
     def norms(self, tensors: Sequence[Tensor]) -> Tensor:
         """Norms with fp64 sums, whose order does not depend on the number of threads."""
-        if any(tensor.dtype not in _DTYPES for tensor in tensors):
+        if any([tensor.dtype not in _DTYPES for tensor in tensors]):
             return super().norms(tensors)
         squares = torch.empty(len(tensors), dtype=torch.float64)
         self._sum_squares(tensors, torch.empty(2, dtype=torch.float64), squares)
         return squares.sqrt_()
 
     def _sum_squares(self, tensors: Sequence[Tensor], result: Tensor, of_each: Tensor | None) -> None:
-        numels, addresses, codes, keep = array("q"), array("Q"), bytearray(), []
-        for tensor in tensors:
-            if not is_dense(tensor):
-                tensor = tensor.detach().contiguous()
-                keep.append(tensor)
-            numels.append(tensor.numel())
-            addresses.append(tensor.data_ptr())
-            codes.append(_DTYPES[tensor.dtype])
+        # (the contiguous ones are asked in place: a call for each of many tensors at every step)
+        dense = [t if t.is_contiguous() or is_dense(t) else t.detach().contiguous() for t in tensors]
+        numels = array("q", [tensor.numel() for tensor in dense])
+        addresses = array("Q", [tensor.data_ptr() for tensor in dense])
+        codes = bytes([_DTYPES[tensor.dtype] for tensor in dense])
         each = None if of_each is None else of_each.data_ptr()
-        where = (numels.buffer_info()[0], addresses.buffer_info()[0], bytes(codes), result.data_ptr(), each)
+        where = (numels.buffer_info()[0], addresses.buffer_info()[0], codes, result.data_ptr(), each)
         self._call("grad_stats", len(numels), *where)
 
     def compress(
@@ -566,7 +571,7 @@ class CpuKernels(ReferenceKernels):
         state = (reciprocal, _address(decay, "decay", blocks), _address(alpha, "alpha", blocks))
         table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
         self._call("apply_adam", size, blocks, *table.arguments, *payload, *state)
-        table.written()
+        table.written(spans)
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
 
@@ -649,7 +654,7 @@ class CpuKernels(ReferenceKernels):
             ),
             *(_address(alpha, "alpha", blocks), _address(wd, "wd", blocks), _address(step, "step", blocks)),
         )
-        table.written()
+        table.written(spans)
 
     # ----- 0/1 Adam ---------------------------------------------------------------------------------------------------
 
@@ -675,7 +680,7 @@ class CpuKernels(ReferenceKernels):
             *(_address(m, "m", elements), _address(u, "u", elements), _address(r, "r", elements)),
             *(_address(anchor, "anchor", elements), _address(factors, "factors", 4 * blocks)),
         )
-        table.written()
+        table.written(spans)
 
     # ----- BinSGDM ----------------------------------------------------------------------------------------------------
 
@@ -764,7 +769,7 @@ class CpuKernels(ReferenceKernels):
             *((0, 1.0) if mean_of is None else (mean_of, 1.0 / mean_of)),
             *(_address(decay, "decay", blocks), _address(lr, "lr", blocks)),
         )
-        table.written()
+        table.written(spans)
 
     def mark_live(self, bucket: BlockMap, lo: int, hi: int, a: Tensor, words: Tensor) -> None:
         """Bitmap of coordinates with ``a > 0``."""

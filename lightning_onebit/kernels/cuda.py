@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_onebit.kernels import BlockMap, KernelsUnavailable, Spans
+from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans
 from lightning_onebit.kernels.common import CheckMap, check_carry, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.cpu import cache_directory
@@ -266,43 +266,53 @@ class _Bound:
     ) -> None:
         if len(spans) != layout.count:
             raise ValueError(f"{name} must have one entry per span, {layout.count}, got {len(spans)}")
-        self.addresses: list[int] = []
-        self.codes: list[int] = []
-        self._written: list[Tensor] = []  # those that autograd counts
-        self._copies: list[tuple[Tensor, Tensor]] = []
+        self.layout = layout
+        self._written: list[Tensor] | None = None  # those that autograd counts
+        self.copies: list[tuple[Tensor, Tensor]] = []
         # addresses of block -> span and of the table on the device; this object must outlive the launch, since it holds the copies
         self.tables: tuple[int, int] = (0, 0)
         self._table: Tensor | None = None
-        for tensor, numel in zip(spans, layout.numels, strict=True):
-            if tensor is None:
-                self.addresses.append(0)
-                self.codes.append(0)
-                continue
-            if tensor.numel() != numel or tensor.device.type != device_type:
-                raise ValueError(
-                    f"{name}: a span of {numel} elements on {device_type} got shape {tuple(tensor.shape)} on {tensor.device}"
-                )
-            code = dtypes.get(tensor.dtype)
-            if code is None or not tensor.is_contiguous():
-                copy = tensor.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True)
-                self._copies.append((tensor, copy))
-                tensor, code = copy, 0
-            elif not tensor.is_inference():
-                self._written.append(tensor)
-            self.addresses.append(tensor.data_ptr())
-            self.codes.append(code)
+        # one fact of all tensors after the other, in comprehensions: gradients' tables are made at every step
+        there = [tensor for tensor in spans if tensor is not None]
+        numels = layout.numels
+        if len(there) < len(spans):
+            numels = [numel for tensor, numel in zip(spans, numels, strict=True) if tensor is not None]
+        if [tensor.numel() for tensor in there] != numels or not all([t.device.type == device_type for t in there]):
+            tensor, numel = next(
+                (t, n) for t, n in zip(there, numels, strict=True) if t.numel() != n or t.device.type != device_type
+            )
+            raise ValueError(
+                f"{name}: a span of {numel} elements on {device_type} got shape {tuple(tensor.shape)} on {tensor.device}"
+            )
+        fits = [tensor.dtype in dtypes and tensor.is_contiguous() for tensor in there]
+        if not all(fits):
+            self.copies = [
+                (tensor, tensor.detach().to(torch.float32, memory_format=torch.contiguous_format, copy=True))
+                for tensor, fit in zip(there, fits, strict=True)
+                if not fit
+            ]
+            copies = iter(self.copies)
+            spans = [t if t is None or (t.dtype in dtypes and t.is_contiguous()) else next(copies)[1] for t in spans]
+        self.addresses = [0 if tensor is None else tensor.data_ptr() for tensor in spans]
+        self.codes = [0 if tensor is None else dtypes[tensor.dtype] for tensor in spans]
 
-    def placed(self, layout: _Layout, table: Tensor) -> _Bound:
+    def placed(self, table: Tensor) -> _Bound:
         """Notes where the device has the addresses."""
         self._table = table
-        self.tables = (layout.block_span.data_ptr(), table.data_ptr())
+        self.tables = (self.layout.block_span.data_ptr(), table.data_ptr())
         return self
 
-    def written(self) -> None:
-        """Makes what a kernel wrote visible: to the tensors that were copied, and to autograd's check of in-place changes."""
+    def written(self, spans: Spans) -> None:
+        """Makes what a kernel wrote visible: to the tensors that were copied, and to autograd's check of in-place changes.
+
+        Args:
+            spans: the tensors that were bound.
+        """
         with torch.no_grad():
-            for tensor, copy in self._copies:
+            for tensor, copy in self.copies:
                 tensor.copy_(copy)
+        if self._written is None:
+            self._written = [tensor for tensor in spans if tensor is not None and not tensor.is_inference()]
         increment_versions(self._written)
 
 
@@ -399,10 +409,18 @@ class CudaKernels(ReferenceKernels):
     def _bind(
         self, bucket: BlockMap, spans: Spans, name: str, device: torch.device, dtypes: dict[torch.dtype, int] = _DTYPES
     ) -> _Bound:
+        key = f"cuda {name} {len(dtypes)}"
         with self._lock:
             layout = self._layout(bucket, device)
+            known: _Bound | None = spans.tables.get(key) if isinstance(spans, BoundSpans) else None
+            if known is not None and known.layout is layout:  # a layout belongs to a stream, like the tables
+                return known
             bound = _Bound(layout, spans, name, dtypes, self._runtime.device_type)
-            return bound.placed(layout, layout.table(self._runtime, device, bound.addresses, bound.codes))
+            bound.placed(layout.table(self._runtime, device, bound.addresses, bound.codes))
+            # a copy holds what the tensor held (gradients are bound for one step, in which nobody writes to them)
+            if isinstance(spans, BoundSpans) and (not bound.copies or name == "g"):
+                spans.tables[key] = bound
+            return bound
 
     def _lengths(self, bucket: BlockMap, lo: int = 0) -> int:
         return self._address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
@@ -464,17 +482,14 @@ class CudaKernels(ReferenceKernels):
         bound = self._bind(bucket, spans, "spans", flat.device)
         arguments = (self._lengths(bucket), *bound.tables, source)
         self._launch("scatter", flat.device, bucket.block_size, bucket.blocks, arguments)
-        bound.written()
+        bound.written(spans)
 
     def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
         """Sum of squares, in fp64, and the number of tensors with a non-finite value, on the tensors' device."""
-        ours: list[Tensor] = []
-        others: list[Tensor] = []
-        for tensor in tensors:
-            if tensor.dtype not in _DTYPES:
-                others.append(tensor.detach())
-            elif tensor.numel():
-                ours.append(tensor if is_dense(tensor) else tensor.detach().contiguous())
+        known = [tensor for tensor in tensors if tensor.dtype in _DTYPES and tensor.numel()]
+        # (the contiguous ones are asked in place: a call for each of many tensors at every step)
+        ours = [t if t.is_contiguous() or is_dense(t) else t.detach().contiguous() for t in known]
+        others = [tensor.detach() for tensor in tensors if tensor.dtype not in _DTYPES]
         result = self._stats(ours) if ours else None
         if others:
             # no decision on values, hence no waiting for the device
@@ -490,9 +505,9 @@ class CudaKernels(ReferenceKernels):
 
     def _stats(self, tensors: list[Tensor]) -> Tensor:
         device = tensors[0].device
-        for tensor in tensors:
-            if tensor.device.type != self._runtime.device_type:
-                raise ValueError(f"grad_stats: a tensor of shape {tuple(tensor.shape)} is on {tensor.device}")
+        strange = [tensor for tensor in tensors if tensor.device.type != self._runtime.device_type]
+        if strange:
+            raise ValueError(f"grad_stats: a tensor of shape {tuple(strange[0].shape)} is on {strange[0].device}")
         with self._lock:
             pieces, owners = self._piece_table(tensors, device)
         count = len(pieces)
@@ -508,7 +523,7 @@ class CudaKernels(ReferenceKernels):
 
     def _piece_table(self, tensors: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
         """The device's ``Piece`` array and the tensor of each piece; kept while no address changes."""
-        facts = tuple((t.data_ptr(), t.numel(), _DTYPES[t.dtype]) for t in tensors)
+        facts = tuple([(t.data_ptr(), t.numel(), _DTYPES[t.dtype]) for t in tensors])
         key = (device, self._runtime.stream(device), facts)
         known = self._pieces.get(key)
         if known is not None:
@@ -632,7 +647,7 @@ class CudaKernels(ReferenceKernels):
         tables = (self._lengths(bucket), *bound.tables)
         self._launch(name, device, bucket.block_size, bucket.blocks, (*tables, *arguments), **more)
         if name != "lamb_update":  # which only reads the weights
-            bound.written()
+            bound.written(spans)
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
 

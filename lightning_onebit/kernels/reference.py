@@ -131,7 +131,8 @@ class ReferenceKernels:
 
         Args:
             bucket: the block map of the bucket.
-            spans: one 1-D tensor per ``bucket.spans`` entry, any float dtype; None counts as zeros.
+            spans: one tensor per ``bucket.spans`` entry, any float dtype, its elements in the order of its indices (which is why a
+                whole gradient may keep its shape); None counts as zeros.
             out: fp32 ``(bucket.elements,)``; padding is set to 0.
         """
         out.zero_()
@@ -140,7 +141,7 @@ class ReferenceKernels:
             if tensor is not None:
                 start = span.block * bucket.block_size
                 targets.append(out[start : start + span.numel])
-                sources.append(tensor)
+                sources.append(tensor.reshape(-1))
         if targets:
             torch._foreach_copy_(targets, sources)
 
@@ -447,7 +448,7 @@ class ReferenceKernels:
                 continue
             b1, o1, lr, decay = factors[:, span.block]
             part = slice(span.block * bs, span.block * bs + span.numel)
-            gradient = torch.zeros_like(x) if grad is None else grad.float()
+            gradient = torch.zeros_like(x) if grad is None else grad.float().reshape(-1)
             m[part] = b1 * m[part] + o1 * gradient
             p = lr * m[part]
             u[part] += p

@@ -133,7 +133,7 @@ class OnebitAdam(CompressingAdam):
         )
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
-        decay = self._by_block("decay", bucket, self._decay, alike=True)
-        alpha = self._by_block("alpha", bucket, lambda i: self._group(i)["lr"] / self._first_correction(i), alike=True)
+        decay = self._by_block("decay", bucket, self._decay)
+        alpha = self._by_block("alpha", bucket, lambda i: self._group(i)["lr"] / self._first_correction(i))
         r = None if self._preconditioned else bucket.slice(self._flat["r"])
         self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, alpha)

@@ -6,9 +6,10 @@ No algorithm and no step lives here; ``base`` adds the step that all share, ``st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
+from operator import is_not
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -64,6 +65,20 @@ class Coefficients(NamedTuple):
     r: Tensor | None = None
 
 
+class Members(NamedTuple):
+    """The parameters of a bucket's spans, one entry for each span: looked up once, for as long as the plan and the weights stay.
+
+    weights: what holds the fp32 weights: the parameter, or the master copy of a 16-bit one.
+    special: positions of those whose gradient kernels cannot take as it is: only a part of it lies in the bucket, or the parameter's
+        memory order is not that of its indices.
+    """
+
+    indices: list[int]
+    params: list[torch.nn.Parameter]
+    weights: list[Tensor]
+    special: list[int]
+
+
 class Lookups:
     """What a step looks up once, by bucket: spans of weights and gradients, both sides of the exchange, tables of numbers."""
 
@@ -73,7 +88,9 @@ class Lookups:
         self.worker: dict[int, tuple[Coefficients, Tensor]] = {}
         self.server: dict[int, tuple[Tensor, Tensor]] = {}
         self.tables: dict[str, Sequence[Tensor]] = {}
-        self.kinds: list[tuple[int, int]] = []  # group and step count of each slot
+        # a parameter of each kind (see ``_kinds``), and for each slot the position of its kind there; values by slot
+        self.kinds: tuple[list[int], list[int]] | None = None
+        self.values: dict[str, list[float]] = {}
 
 
 class ArenaOptimizer(torch.optim.Optimizer):
@@ -126,8 +143,9 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._server_residual: Tensor | None = None
         # by parameter index: whether it takes part in the running step
         self._active: list[bool] = []
-        # by bucket: the addresses of its weights and the views that were made of them
+        # by bucket: the addresses of its weights and the views that were made of them; its parameters
         self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
+        self._members: dict[int, Members] = {}
         self._lookups = Lookups()
 
     # ----- what users see ---------------------------------------------------------------------------------------------
@@ -259,16 +277,20 @@ class ArenaOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def _adopt(self) -> None:
         """Takes into the masters what the program has written into 16-bit parameters (not through ``.data``, which nobody sees)."""
+        if not self._masters:
+            return
+        versions = {i: self._params[i]._version for i in self._masters}
+        if versions == self._versions:
+            return
         for i, master in self._masters.items():
             p = self._params[i]
-            if self._versions.get(i) != p._version:
-                self._versions[i] = p._version
+            if self._versions.get(i) != versions[i]:
                 master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
+        self._versions = versions
 
     def _publish(self, indices: Sequence[int]) -> None:
         """Writes master weights back into 16-bit parameters."""
-        pairs = [(self._params[i], self._masters[i]) for i in indices if i in self._masters]
-        if pairs:
+        if self._masters and (pairs := [(self._params[i], self._masters[i]) for i in indices if i in self._masters]):
             torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
 
     def _check_parameters(self, params: Sequence[Tensor]) -> None:
@@ -292,20 +314,18 @@ class ArenaOptimizer(torch.optim.Optimizer):
                 )
 
     def _refuse_sparse_gradients(self) -> None:
-        for i in self._known():
-            grad = self._params[i].grad
-            if grad is not None and grad.layout is not torch.strided:
-                raise TypeError(
-                    f"{self.name_of(i)} has a sparse gradient; {type(self).__name__} trains dense gradients only (build the layer with "
-                    "sparse=False)"
-                )
+        params, strided = self._params, torch.strided
+        sparse = [i for i in self._known() if (grad := params[i].grad) is not None and grad.layout is not strided]
+        if sparse:
+            raise TypeError(
+                f"{self.name_of(sparse[0])} has a sparse gradient; {type(self).__name__} trains dense gradients only (build the layer with "
+                "sparse=False)"
+            )
 
     def _check_parameter_list(self) -> None:
         """State is laid out for the parameters there were: groups that were edited by hand would silently not be trained."""
         listed = [p for group in self.param_groups for p in group["params"]]
-        if len(listed) != len(self._params) or any(
-            p is not known for p, known in zip(listed, self._params, strict=True)
-        ):
+        if len(listed) != len(self._params) or any(map(is_not, listed, self._params)):
             raise RuntimeError(
                 f"the parameters in {type(self).__name__}.param_groups are not those of the last step ({len(listed)} now, "
                 f"{len(self._params)} then); add parameters with add_param_group(), and make a new optimizer to remove or replace some"
@@ -385,7 +405,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._slot_of = {i: slot for slot, i in enumerate(self._slots)}
         self._dense = [i for i in trainable if not self.param_groups[self._group_of[i]]["compress"]]
         self._wire_bytes = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
-        self._bound = {}
+        self._bound, self._members, self._lookups = {}, {}, Lookups()
         known_now = ((i, self._params[i]) for i in self._known())
         self._forms = [(i, (p.dtype, p.shape, p.stride())) for i, p in known_now]
 
@@ -593,24 +613,38 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
     # ----- what kernels are given --------------------------------------------------------------------------------------
 
+    def _members_of(self, bucket: Bucket) -> Members:
+        known = self._members.get(bucket.index)
+        if known is None:
+            indices = [self._slots[span.param] for span in bucket.spans]
+            params = [self._params[i] for i in indices]
+            special = [
+                k
+                for k, (p, span) in enumerate(zip(params, bucket.spans, strict=True))
+                if span.numel != p.numel() or not p.is_contiguous()
+            ]
+            known = self._members[bucket.index] = Members(indices, params, self._holders(indices), special)
+        return known
+
+    def _holders(self, indices: Sequence[int]) -> list[Tensor]:
+        """What holds the fp32 weights of some parameters, to be read (``_weight`` makes a tensor for each, to be written to)."""
+        return [self._masters[i] if i in self._masters else self._params[i] for i in indices]
+
     def _bind_grads(self, bucket: Bucket) -> BoundSpans:
         """Gradients by span; looked up once in a step."""
         known = self._lookups.grads.get(bucket.index)
         if known is not None:
             return known
-
-        def gradient(slot: int) -> Tensor | None:
-            p = self._params[self._slots[slot]]
-            grad = p.grad
+        members = self._members_of(bucket)
+        grads = [p.grad for p in members.params]
+        for k in members.special:
+            p, grad, span = members.params[k], grads[k], bucket.spans[k]
             if grad is None:
-                return None
-            if grad.is_contiguous() and p.is_contiguous():
-                return grad.view(-1)
-            if grad.stride() != p.stride() and p.numel() > 1:
+                continue
+            if not (grad.is_contiguous() and p.is_contiguous()) and grad.stride() != p.stride() and p.numel() > 1:
                 grad = torch.empty_like(p).copy_(grad)  # autograd may hand over another memory order
-            return memory_order(grad)
-
-        spans = self._lookups.grads[bucket.index] = BoundSpans(bucket.bind(gradient))
+            grads[k] = memory_order(grad)[span.start : span.start + span.numel]
+        spans = self._lookups.grads[bucket.index] = BoundSpans(grads)
         return spans
 
     def _bind_weights(self, bucket: Bucket) -> BoundSpans:
@@ -618,8 +652,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         spans = self._lookups.weights.get(bucket.index)
         if spans is not None:
             return spans
-        indices = [self._slots[slot] for slot in bucket.members]
-        where = [self._weight(i).data_ptr() if self._active[i] else 0 for i in indices]
+        members, active = self._members_of(bucket), self._active
+        where = [w.data_ptr() if active[i] else 0 for i, w in zip(members.indices, members.weights, strict=True)]
         known = self._bound.get(bucket.index)
         if known is None or known[0] != where:
 
@@ -628,46 +662,63 @@ class ArenaOptimizer(torch.optim.Optimizer):
                 return memory_order(self._weight(i)) if self._active[i] else None
 
             known = self._bound[bucket.index] = (where, BoundSpans(bucket.bind(weight)))
+            self._members.pop(bucket.index)  # weights that lie elsewhere may have another memory order
         self._lookups.weights[bucket.index] = known[1]
         return known[1]
 
-    def _by_block(self, name: str, bucket: Bucket, *values_of: Callable[[int], float], alike: bool = False) -> Tensor:
-        """fp32 ``(blocks,)`` from one value per parameter (given its index), or ``(values, blocks)`` from several.
+    def _kinds(self) -> Sequence[tuple[Hashable, ...]]:
+        """Of each slot, what the numbers of a step depend on that are the same for most: group and step count."""
+        return [(self._group_of[i], self._t[i]) for i in self._slots]
 
-        Made for all buckets at the first call of a step (or of ``_count``) with this ``name``. ``alike`` promises that the values
-        depend on a parameter's group and step count alone: they are asked for once for each.
+    def _sorted_kinds(self) -> tuple[list[int], list[int]]:
+        """A parameter of each kind, and for each slot the position of its kind among them."""
+        if self._lookups.kinds is None:
+            kinds = self._kinds()
+            examples = dict(zip(kinds, self._slots, strict=True))
+            place = {kind: k for k, kind in enumerate(examples)}
+            self._lookups.kinds = list(examples.values()), [place[kind] for kind in kinds]
+        return self._lookups.kinds
+
+    def _by_slot(self, name: str, value_of: Callable[[int], float]) -> list[float]:
+        """One value per slot. It depends on the slot's kind alone, and is asked for once for each (given a parameter's index).
+
+        Made at the first call of a step (or of ``_count``) with this ``name``.
+        """
+        known = self._lookups.values.get(name)
+        if known is None:
+            examples, place = self._sorted_kinds()
+            values = [value_of(i) for i in examples]
+            known = self._lookups.values[name] = [values[k] for k in place]
+        return known
+
+    def _by_block(self, name: str, bucket: Bucket, *values_of: Callable[[int], float]) -> Tensor:
+        """fp32 ``(blocks,)`` from one value per parameter, or ``(values, blocks)`` from several; see ``_by_slot``.
+
+        Made for all buckets at the first call of a step (or of ``_count``) with this ``name``.
         """
         tables = self._lookups.tables.get(name)
         if tables is None:
-            tables = self._lookups.tables[name] = self._tables(values_of, alike)
+            examples, place = self._sorted_kinds()
+            kinds = [[value_of(i) for i in examples] for value_of in values_of]
+            rows = [self._spread(values if len(values) == 1 else [values[k] for k in place]) for values in kinds]
+            table = rows[0] if len(rows) == 1 else torch.stack(rows)
+            parts = table.split([b.blocks for b in self._buckets()], dim=-1)
+            tables = self._lookups.tables[name] = [part.contiguous() for part in parts]
         return tables[bucket.index]
 
-    def _tables(self, values_of: Sequence[Callable[[int], float]], alike: bool) -> Sequence[Tensor]:
+    def _spread(self, values: Sequence[float]) -> Tensor:
+        """fp32 ``(blocks,)``, over all buckets, from a value per slot (or one for all)."""
         plan = self._known_plan()
-        kinds: Sequence[Any] = self._slots
-        if alike:
-            kinds = self._lookups.kinds = self._lookups.kinds or [(self._group_of[i], self._t[i]) for i in self._slots]
-        examples = dict(zip(kinds, self._slots, strict=True))
-        rows = []
-        for value_of in values_of:
-            values = {kind: value_of(i) for kind, i in examples.items()}
-            distinct = set(values.values())
-            if len(distinct) == 1:
-                rows.append(torch.full((plan.blocks,), distinct.pop(), dtype=torch.float32, device=self._device))
-            else:
-                by_slot = upload([values[kind] for kind in kinds], self._device, torch.float32)
-                rows.append(by_slot[plan.block_param])
-        counts = [bucket.blocks for bucket in plan.buckets]
-        if len(rows) == 1:
-            return rows[0].split(counts)
-        return [table.contiguous() for table in torch.stack(rows).split(counts, dim=1)]
+        if len(distinct := set(values)) == 1:
+            return torch.full((plan.blocks,), distinct.pop(), dtype=torch.float32, device=self._device)
+        return upload(values, self._device, torch.float32)[plan.block_param]
 
     def _decay(self, index: int) -> float:
         """``1 - lr*wd`` of a parameter."""
         group = self._group(index)
         return float(1.0 - group["lr"] * group["weight_decay"])
 
-    def _count(self, indices: Iterable[int]) -> None:
+    def _count(self, indices: Sequence[int]) -> None:
         """Counts a step of some parameters; what has been looked up may depend on their number."""
         for i in indices:
             self._t[i] += 1

@@ -282,6 +282,10 @@ class OnebitOptimizer(StatefulOptimizer):
         at averaged gradients before the step.
         """
         self._prepare()
+        self._average_gradients()
+
+    def _average_gradients(self) -> None:
+        """See ``sync_gradients``; after ``_prepare()``."""
         self._refuse_sparse_gradients()
         self._decision = self.next_step_is_dense
         if self._reducer is None or (self._present is not None and not self._reducer.stale):
@@ -397,7 +401,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._prepare()
         self._adopt()
         dense = self._decision = self.next_step_is_dense
-        self.sync_gradients()
+        self._average_gradients()
         if self._early and not dense:
             return self._step_early(loss)
         doubt, self._doubt = self._doubt, None
@@ -539,7 +543,7 @@ class OnebitOptimizer(StatefulOptimizer):
         assert session is not None
         self._launch_rest(session)
         session.finish()
-        self._count(i for i in self._slots if self._active[i])
+        self._count([i for i in self._slots if self._active[i]])
         arrived, self._arrived, self._session = self._arrived, [], None
         if (bad := self._non_finite(arrived)) is not None:
             raise FloatingPointError(
@@ -681,19 +685,19 @@ class OnebitOptimizer(StatefulOptimizer):
 
     def _step_compressed(self) -> None:
         """Exchange and apply for the plan's parameters, then a dense update for ``compress=False`` groups."""
-        self._count(i for i in self._slots if self._active[i])
+        stepped = [i for i in self._slots if self._active[i]]
+        self._count(stepped)
         self._exchange_active()
-        self._publish([i for i in self._slots if self._active[i]])
+        self._publish(stepped)
         self._step_dense([i for i in self._dense if self._active[i]])
 
     def _exchange_active(self) -> None:
         """Runs the exchange over all buckets that hold an active parameter; the others' parameters stay as they are."""
         assert self._exchange is not None
         active = [self._active[i] for i in self._slots]
-        buckets = [b for b in self._buckets() if any(active[slot] for slot in b.params)]
-        self._protected = {
-            b.index: _Protected(self, b, active) for b in buckets if not all(active[s] for s in b.params)
-        }
+        idle = {slot for slot, takes_part in enumerate(active) if not takes_part}
+        buckets = [b for b in self._buckets() if not b.params <= idle]
+        self._protected = {b.index: _Protected(self, b, active) for b in buckets if not b.params.isdisjoint(idle)}
         self._lookups, self._arrived = Lookups(), []
         for bucket in buckets:
             self._look_up(bucket)

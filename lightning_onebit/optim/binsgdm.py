@@ -218,8 +218,8 @@ class BinSGDM(OnebitOptimizer):
                 words,
                 self._live[index],
                 mean_of,
-                self._by_block("decay", bucket, self._decay, alike=True),
-                self._by_block("lr", bucket, lambda i: -self._group(i)["lr"], alike=True),
+                self._by_block("decay", bucket, self._decay),
+                self._by_block("lr", bucket, lambda i: -self._group(i)["lr"]),
             )
         self._drawn = {}
 
@@ -254,7 +254,6 @@ class BinSGDM(OnebitOptimizer):
             lambda i: 1.0 - _share(_magnitude_beta(self._group(i)), self._t[i]),
             lambda i: _share(_magnitude_beta(self._group(i)), self._t[i]) * self._grad_scale,
             self._overflow_share,
-            alike=True,
         )
         self._kernels.sample(
             bucket,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit.comm import Bucket, share_values
+from lightning_onebit.comm import Bucket, Plan, share_values
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
@@ -185,6 +185,8 @@ class OnebitLamb(CompressingAdam):
         # by bucket, between the two passes of a step: partial norms, and the result where the momentum is kept unpacked
         self._partials: dict[int, Tensor] = {}
         self._exchanged: dict[int, Packed] = {}
+        # of a plan: blocks of all slots together, and of each in block order
+        self._lengths_of: tuple[Plan, int, Tensor] | None = None
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -278,6 +280,13 @@ class OnebitLamb(CompressingAdam):
 
     # ----- compressed stage -------------------------------------------------------------------------------------------
 
+    def _kinds(self) -> Sequence[tuple[Hashable, ...]]:
+        """See the base; by the published rule the updates that second moments had before they froze count too."""
+        if self._follows:
+            return super()._kinds()
+        updates = map(self._variance_steps.get, self._slots)
+        return [(*kind, k) for kind, k in zip(super()._kinds(), updates, strict=True)]
+
     def _enter_compressed(self) -> None:
         if self._follows:
             super()._enter_compressed()
@@ -349,9 +358,8 @@ class OnebitLamb(CompressingAdam):
         tables = self._lookups.tables
         if "followed" not in tables:
             plan = self._known_plan()
-            groups = [self._group(i) for i in self._slots]
-            rates = [group["lr"] / self._first_correction(i) for i, group in zip(self._slots, groups, strict=True)]
-            decays = [group["lr"] * group["weight_decay"] for group in groups]
+            rates = self._by_slot("lr_t", lambda i: self._group(i)["lr"] / self._first_correction(i))
+            decays = self._by_slot("lr*wd", lambda i: self._group(i)["lr"] * self._group(i)["weight_decay"])
             c = self._scalars["coefficient"][upload(self._slots, self._device)]
             alpha = (upload(rates, self._device, torch.float64) * c).float()
             decay = (1.0 - upload(decays, self._device, torch.float64) * c).float()
@@ -388,7 +396,7 @@ class OnebitLamb(CompressingAdam):
         local = self._per_slot(rows, "sum").T.contiguous()
         scale = self._grad_scale
         local *= upload([scale * scale, scale], self._device, torch.float64)[:, None]
-        norms = self._kernels.norms([self._weight(i) for i in self._slots])
+        norms = self._kernels.norms(self._holders(self._slots))
         # replicas are equal, but sums over them may differ in the last bit where ranks have other kernels: rank 0's count
         rows = self._share(torch.cat([local, norms[None]]))
         n = self._ranks().nodes
@@ -410,10 +418,9 @@ class OnebitLamb(CompressingAdam):
     def _trust_ratio(self, norm: Tensor, energy: Tensor, signal: Tensor) -> Tensor:
         """``||x||/||u||`` by slot, clipped; 1 where a norm is 0."""
         n = self._ranks().nodes
-        groups = [self._group(i) for i in self._slots]
-        firsts = [self._first_correction(i) for i in self._slots]
-        b1 = upload([group["betas"][0] for group in groups], self._device, torch.float64)
-        decay = upload([group["weight_decay"] for group in groups], self._device, torch.float64)
+        firsts = self._by_slot("first", self._first_correction)
+        b1 = upload(self._by_slot("b1", lambda i: self._group(i)["betas"][0]), self._device, torch.float64)
+        decay = upload(self._by_slot("wd", lambda i: self._group(i)["weight_decay"]), self._device, torch.float64)
         shared = signal.clamp(min=0)
         momentum = (2 * b1 * shared + (1 - b1) * (energy + (1 - 1 / n) * shared)) / (1 + b1)
         update = (momentum / upload(firsts, self._device, torch.float64).square() + (decay * norm).square()).sqrt()
@@ -445,7 +452,7 @@ class OnebitLamb(CompressingAdam):
 
     def _step_corrected(self) -> None:
         coefficient = self._corrected_coefficients()
-        lr = upload([self._group(i)["lr"] for i in self._slots], self._device, torch.float64)
+        lr = upload(self._by_slot("lr", lambda i: self._group(i)["lr"]), self._device, torch.float64)
         step = (lr * coefficient).float()
         for bucket in self._buckets():
             held = self._momentum[bucket.index]
@@ -457,8 +464,8 @@ class OnebitLamb(CompressingAdam):
                 self._bind_weights(bucket),
                 packed,
                 bucket.slice(self._flat["r"]),
-                self._by_block("alpha", bucket, lambda i: 1.0 / self._first_correction(i), alike=True),
-                self._by_block("wd", bucket, lambda i: self._group(i)["weight_decay"], alike=True),
+                self._by_block("alpha", bucket, lambda i: 1.0 / self._first_correction(i)),
+                self._by_block("wd", bucket, lambda i: self._group(i)["weight_decay"]),
                 step[bucket.block_param],
             )
         index = upload([i for i in self._slots if self._active[i]], self._device)
@@ -484,7 +491,7 @@ class OnebitLamb(CompressingAdam):
         (up, u), largest = self._per_slot_norms()
         factor = torch.where(largest > 0, largest, torch.ones_like(largest))
         k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
-        decays = upload([self._group(i)["weight_decay"] > 0 for i in self._slots], self._device)
+        decays = upload(self._by_slot("decays", lambda i: self._group(i)["weight_decay"] > 0), self._device)
         factor = torch.where(decays, factor * k + (1 - k), factor)
         index = upload(self._slots, self._device)
         last = self._scalars["last_factor"][index]
@@ -507,14 +514,13 @@ class OnebitLamb(CompressingAdam):
 
     def _per_slot(self, rows: Tensor, reduction: str) -> Tensor:
         """Reduces what blocks have (``(blocks, k)``) to what slots have (``(slots, k)``), blocks taken in order."""
-        counts = self._slot_blocks()
-        # blocks lie in reverse parameter order, and padding blocks come last
-        lengths = upload(list(reversed(counts)), self._device)
-        return torch.segment_reduce(rows[: sum(counts)], reduction, lengths=lengths, initial=0.0, unsafe=True).flip(0)
-
-    def _slot_blocks(self) -> Sequence[int]:
-        size = self.options.block_size
-        return [-(-self._params[i].numel() // size) for i in self._slots]
+        plan = self._known_plan()
+        if self._lengths_of is None or self._lengths_of[0] is not plan:
+            # blocks lie in reverse parameter order, and padding blocks come last
+            counts = [-(-self._params[i].numel() // plan.block_size) for i in reversed(self._slots)]
+            self._lengths_of = plan, sum(counts), upload(counts, self._device)
+        _, count, lengths = self._lengths_of
+        return torch.segment_reduce(rows[:count], reduction, lengths=lengths, initial=0.0, unsafe=True).flip(0)
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 

@@ -79,8 +79,8 @@ class AdamMoments(OnebitOptimizer):
         x.addcmul_(self._moment("m", index), self._moment("r", index), value=-lr_t)
 
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
-        a = self._by_block("a", bucket, lambda i: self._group(i)["betas"][0], alike=True)
-        b = self._by_block("b", bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True)
+        a = self._by_block("a", bucket, lambda i: self._group(i)["betas"][0])
+        b = self._by_block("b", bucket, lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale)
         return Coefficients(a[lo:hi], self._momentum_of(bucket, lo, hi), b[lo:hi], self._scaling(bucket, lo, hi))
 
     def _scaling(self, bucket: Bucket, lo: int, hi: int) -> Tensor | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,7 @@ from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
-from lightning_onebit.optim.arena import Coefficients, Phase
+from lightning_onebit.optim.arena import Coefficients, Lookups, Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam
@@ -493,8 +493,9 @@ class ZeroOneAdam(RefreshingAdam):
     def _step_compressed(self) -> None:
         self._prepare_one_bit()
         # a group at lr = 0 is left alone, for what it would exchange has no units; unless local steps have given it some
+        moving = [group["lr"] > 0 for group in self.param_groups]
         for slot, i in enumerate(self._slots):
-            self._active[i] = self._active[i] and (self._group(i)["lr"] > 0 or self._travelled[slot] > 0)
+            self._active[i] = self._active[i] and (moving[self._group_of[i]] or self._travelled[slot] > 0)
         step, lr = self._steps + 1, self._schedule_lr()
         local = self._phase is Phase.LOCAL and (self.sync_policy.since > 0 or self.sync_policy.gap(step, lr) > 1)
         # (a refresh begins where replicas are equal)
@@ -520,8 +521,8 @@ class ZeroOneAdam(RefreshingAdam):
         self._anchor_here()
         stepped = [i for i in self._slots if self._active[i]]
         self._count(stepped)
-        for i in stepped:
-            self._travelled[self._slot_of[i]] += self._lr_t(i)
+        ways = zip(self._slots, self._travelled, self._by_slot("lr_t", self._lr_t), strict=True)
+        self._travelled = [way + lr_t if self._active[i] else way for i, way, lr_t in ways]
         with self.ledger.compressing():
             for bucket in self._buckets():
                 self._kernels.local_step(
@@ -535,9 +536,11 @@ class ZeroOneAdam(RefreshingAdam):
                     self._local_factors(bucket),
                 )
         dense = [i for i in self._dense if self._active[i]]
+        self._lookups = Lookups()  # keeps nobody's gradients alive until the next step
         if synchronise:
             self._exchange_local()
-        self._publish([i for i in self._slots if self._active[i] or i in stepped])
+        moved = set(stepped)
+        self._publish([i for i in self._slots if self._active[i] or i in moved])
         super()._step_dense(dense)
 
     def _exchange_local(self) -> None:
@@ -569,7 +572,7 @@ class ZeroOneAdam(RefreshingAdam):
             self._lr_t,
             self._decay,
         )
-        return self._by_block("local", bucket, *values, alike=True)
+        return self._by_block("local", bucket, *values)
 
     def _lr_t(self, index: int) -> float:
         return float(self._group(index)["lr"] / self._first_correction(index))
@@ -582,26 +585,24 @@ class ZeroOneAdam(RefreshingAdam):
         if self._exchanging_local:
             ones = torch.ones(hi - lo, dtype=torch.float32, device=self._device)
             return Coefficients(None, None, ones, self._scaling(bucket, lo, hi))
-        a = self._by_block("a", bucket, lambda i: self._lr_t(i) * self._group(i)["betas"][0], alike=True)[lo:hi]
-        b = self._by_block(
-            "b", bucket, lambda i: self._lr_t(i) * (1.0 - self._group(i)["betas"][0]) * self._grad_scale, alike=True
-        )
+        a = self._by_block("a", bucket, lambda i: self._lr_t(i) * self._group(i)["betas"][0])[lo:hi]
+        b = self._by_block("b", bucket, lambda i: self._lr_t(i) * (1.0 - self._group(i)["betas"][0]) * self._grad_scale)
         return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi], self._scaling(bucket, lo, hi))
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         ones = torch.ones(bucket.blocks, dtype=torch.float32, device=self._device)
         r = None if self._preconditioned else bucket.slice(self._flat["r"])
         if not self._exchanging_local:
-            decay = self._by_block("decay", bucket, self._decay, alike=True)
+            decay = self._by_block("decay", bucket, self._decay)
             self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, ones)
-            self._rescale(bucket, packed, self._lr_t)
+            self._rescale(bucket, packed, self._by_slot("lr_t", self._lr_t))
             return
         anchor = bucket.slice(self._flat["anchor"])
         views = [anchor[s.block * bucket.block_size : s.block * bucket.block_size + s.numel] for s in bucket.spans]
         moving = [v if self._active[self._slots[s.param]] else None for v, s in zip(views, bucket.spans, strict=True)]
         self._kernels.apply_adam(bucket, moving, packed, r, ones, ones)
         self._kernels.scatter(bucket, anchor, self._bind_weights(bucket))
-        self._rescale(bucket, packed, lambda i: self._travelled[self._slot_of[i]])
+        self._rescale(bucket, packed, self._travelled)
         momentum, u = bucket.slice(self._flat["m"]), bucket.slice(self._flat["u"])
         idle = upload([not self._active[i] for i in self._slots], self._device)[bucket.block_param]
         kept = momentum.view(-1, bucket.block_size)[idle]
@@ -610,20 +611,23 @@ class ZeroOneAdam(RefreshingAdam):
         momentum.view(-1, bucket.block_size)[idle] = kept
         u.zero_()
 
-    def _rescale(self, bucket: Bucket, packed: Packed, unit_of: Callable[[int], float]) -> None:
-        """From updates to momentum: ``m = ubar / unit`` (a unit of 0 leaves a parameter that takes no part)."""
+    def _rescale(self, bucket: Bucket, packed: Packed, units: Sequence[float]) -> None:
+        """From updates to momentum: ``m = ubar / unit``, of each slot (a unit of 0 leaves a parameter that takes no part)."""
         for slot in bucket.members:
-            if (unit := unit_of(self._slots[slot])) > 0:
+            if (unit := units[slot]) > 0:
                 self._units[slot] = unit
-        factors = self._by_block("units", bucket, lambda i: 1.0 / unit_of(i) if unit_of(i) > 0 else 1.0)
-        packed.scales.mul_(factors.view(packed.rows, packed.blocks_per_row))
+        tables = self._lookups.tables
+        if "units" not in tables:
+            factors = self._spread([1.0 / unit if unit > 0 else 1.0 for unit in units])
+            tables["units"] = factors.split([bucket.blocks for bucket in self._buckets()])
+        packed.scales.mul_(tables["units"][bucket.index].view(packed.rows, packed.blocks_per_row))
         if self._phase is Phase.LOCAL and self.settings["refresh_interval"] == "auto":
             self._brought.append((packed.scales.flatten().double(), self._moved_lengths(bucket)))
 
     def _moved_lengths(self, bucket: Bucket) -> Tensor:
         """Lengths of the blocks of parameters that take part in an exchange, 0 for the others; fp64 ``(blocks,)``."""
         lengths = bucket.lengths.double()
-        if not all(self._active[self._slots[slot]] for slot in bucket.members):
+        if not all([self._active[self._slots[slot]] for slot in bucket.members]):
             idle = upload([not self._active[i] for i in self._slots], self._device)[bucket.block_param]
             lengths[idle] = 0.0
         return lengths
