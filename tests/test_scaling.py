@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -123,3 +125,56 @@ def test_the_cost_of_a_rank_does_not_grow_with_the_number_of_ranks() -> None:
             whole = dict.fromkeys(("grad_stats", "compress", "apply_adam"), ELEMENTS)
             assert elements == {**whole, "reduce": ELEMENTS // ranks}
             assert calls == {"grad_stats": 1, "compress": 2, "reduce": 2, "apply_adam": 2}
+
+
+#: options with which every step from the second on is of the kind, and the calls that a further tensor may cost in one: 7 facts of it are
+#: asked for (three for the statistics of its gradient, three for the exchange, and where its weights lie), 12 where weights are stepped
+#: and then synchronised
+KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "onebit_adam": ("onebit_adam", {}, 8),
+    "onebit_lamb": ("onebit_lamb", {}, 8),
+    "onebit_lamb, measuring": ("onebit_lamb", {"measuring": True}, 11),
+    "onebit_lamb, as published": ("onebit_lamb", {"trust_ratio": "frozen"}, 8),
+    "zero_one_adam": ("zero_one_adam", {}, 8),
+    "zero_one_adam, local": ("zero_one_adam", {"local_step_clipper": 1000, "local_step_scaler": 1}, 8),
+    "zero_one_adam, synchronising": ("zero_one_adam", {"local_step_clipper": 2, "local_step_scaler": 1}, 13),
+    "binsgdm": ("binsgdm", {}, 8),
+}
+
+
+def calls_in_a_step(group: Any, kind: str, tensors: int) -> int:
+    """Calls of Python's and C's functions that rank 0 makes in a compressed step of a kind."""
+    algorithm, extra, _ = KINDS[kind]
+    options = {**SOON[algorithm], **extra}
+    measuring = options.pop("measuring", False)
+    # what is rare: LAMB's measurements after the first 9, local steps in pairs with synchronisations, bitmaps at powers of 2
+    steps = 4 if measuring else 12 if "local" not in kind else 13
+    params = [torch.nn.Parameter(torch.ones(ELEMENTS // tensors)) for _ in range(tensors)]
+    optimizer = CLASSES[algorithm](params, lr=1e-3, block_size=BLOCK, process_group=group, **options)
+    calls = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    for step in range(steps):
+        for p in params:
+            p.grad = torch.full_like(p, 1.0 + group.rank + step)
+        if step == steps - 1 and group.rank == 0:
+            sys.setprofile(count)
+        try:
+            optimizer.step()
+        finally:
+            sys.setprofile(None)
+    record = optimizer.ledger.last
+    assert record is not None and not record.dense
+    assert (record.collectives > 0) == ("local" not in kind)
+    assert getattr(optimizer, "_measuring", False) is measuring
+    return calls
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_a_further_tensor_costs_few_calls(kind: str) -> None:
+    """What has to be asked of every tensor at every step is asked for in place; the rest once for all, or while nothing moves."""
+    few, many = (SimulatedWorld(2).run(calls_in_a_step, kind, tensors)[0] for tensors in (3, 280))
+    assert (many - few) / 277 < KINDS[kind][2]
