@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from types import FrameType
 from typing import Any
@@ -143,7 +144,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
 
 
 def calls_in_a_step(group: Any, kind: str, tensors: int) -> int:
-    """Calls of Python's and C's functions that rank 0 makes in a compressed step of a kind."""
+    """Calls of Python's and C's functions that rank 0 makes in a compressed step of a kind, which keeps no gradient alive."""
     algorithm, extra, _ = KINDS[kind]
     options = {**SOON[algorithm], **extra}
     measuring = options.pop("measuring", False)
@@ -170,6 +171,11 @@ def calls_in_a_step(group: Any, kind: str, tensors: int) -> int:
     assert record is not None and not record.dense
     assert (record.collectives > 0) == ("local" not in kind)
     assert getattr(optimizer, "_measuring", False) is measuring
+    # without the garbage collector's help
+    gradients = [weakref.ref(p.grad) for p in params]
+    for p in params:
+        p.grad = None
+    assert not any(gradient() is not None for gradient in gradients)
     return calls
 
 
