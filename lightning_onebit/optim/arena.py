@@ -6,7 +6,7 @@ No algorithm and no step lives here; ``base`` adds the step that all share, ``st
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
 from operator import is_not
@@ -718,7 +718,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         group = self._group(index)
         return float(1.0 - group["lr"] * group["weight_decay"])
 
-    def _count(self, indices: Sequence[int]) -> None:
+    def _count(self, indices: Iterable[int]) -> None:
         """Counts a step of some parameters; what has been looked up may depend on their number."""
         for i in indices:
             self._t[i] += 1

@@ -543,7 +543,7 @@ class OnebitOptimizer(StatefulOptimizer):
         assert session is not None
         self._launch_rest(session)
         session.finish()
-        self._count([i for i in self._slots if self._active[i]])
+        self._count(i for i in self._slots if self._active[i])
         arrived, self._arrived, self._session = self._arrived, [], None
         if (bad := self._non_finite(arrived)) is not None:
             raise FloatingPointError(

@@ -15,7 +15,7 @@ from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
-from lightning_onebit.optim.arena import Coefficients, Lookups, Phase
+from lightning_onebit.optim.arena import Coefficients, Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam
@@ -536,7 +536,6 @@ class ZeroOneAdam(RefreshingAdam):
                     self._local_factors(bucket),
                 )
         dense = [i for i in self._dense if self._active[i]]
-        self._lookups = Lookups()  # keeps nobody's gradients alive until the next step
         if synchronise:
             self._exchange_local()
         moved = set(stepped)
