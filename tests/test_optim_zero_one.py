@@ -684,9 +684,8 @@ def test_silent_steps_send_the_control_round_alone() -> None:
 
 def memory(group: Any, rank: int, world: int, clipper: int) -> Any:
     p = torch.nn.Parameter(torch.ones(500))
-    optimizer = ZeroOneAdam(
-        [p], var_freeze_step=2, local_step_scaler=1, local_step_clipper=clipper, process_group=group
-    )
+    options: Any = {"local_step_scaler": 1} if clipper > 1 else {}
+    optimizer = ZeroOneAdam([p], var_freeze_step=2, local_step_clipper=clipper, process_group=group, **options)
     middle = []
     for t in range(8):
         p.grad = torch.full((500,), float(rank + t))
