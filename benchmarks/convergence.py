@@ -602,7 +602,8 @@ def studies() -> dict[str, list[Chain]]:
         return tuple((name, changed.get(name, value)) for name, value in PAPERS_BINSGDM)
 
     # what is computed is the same in processes as simulated (tests/test_simulation.py): few seeds show it
-    two, four = (2, True, SEEDS), (4, True, (0,))
+    two, four = (2, True, SEEDS), (4, True, SEEDS)
+    one_of_four = (4, True, (0,))
     sixteen, sixty_four = (16, False, SEEDS), (64, False, SEEDS)
 
     def digits(name: str, workers: int = 4, start: int = 8, options: Options = (), **more: Any) -> Chain:
@@ -617,7 +618,7 @@ def studies() -> dict[str, list[Chain]]:
             Chain(
                 *("text", "zero_one_adam", 4),
                 seeds=NINE_SEEDS,
-                also=((2, True, (0,)), four, (16, False, NINE_SEEDS), (64, False, NINE_SEEDS)),
+                also=(two, four, (16, False, NINE_SEEDS), (64, False, NINE_SEEDS)),
             ),
             Chain("text", "binsgdm", 4, start=8, refine=False, also=(two, four, sixteen)),
             Chain("text", "binsgdm", 64, start=10, refine=False),
@@ -638,7 +639,7 @@ def studies() -> dict[str, list[Chain]]:
                 start=9,
                 fine=True,
                 seeds=NINE_SEEDS,
-                also=((4, True, SEEDS),),
+                also=(two, four, sixteen),
                 search=SEEDS,
             ),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
@@ -656,7 +657,7 @@ def studies() -> dict[str, list[Chain]]:
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
                 also_rungs=(-1, 0),
             ),
-            digits("onebit_adam", seeds=ALL_SEEDS, also=((16, False, ALL_SEEDS),)),
+            digits("onebit_adam", seeds=ALL_SEEDS, also=(four, (16, False, ALL_SEEDS))),
             digits("onebit_adam", seeds=MOST_SEEDS, variants=(LARGER,)),
             digits("onebit_adam", options=FROZEN, variants=frozen_floors),
             digits(
@@ -709,7 +710,7 @@ def studies() -> dict[str, list[Chain]]:
             ),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
-            digits("binsgdm", refine=True, seeds=MANY_SEEDS),
+            digits("binsgdm", refine=True, seeds=MANY_SEEDS, also=(four,)),
             digits("binsgdm", also=((2, True, DIGITS_SEEDS),)),
             digits("binsgdm", 16, start=10, refine=True, seeds=tuple(range(15)), search=SEEDS),
         ],
@@ -718,7 +719,7 @@ def studies() -> dict[str, list[Chain]]:
             Chain("text", "binsgdm", 4, SHORTER, start=8, refine=False),
             Chain("text", "binsgdm", 64, SHORTER, start=10, refine=False, seeds=(0, 1)),
             digits("binsgdm", 16, options=SHORTER, start=9, seeds=SEEDS, search=SEEDS),
-            Chain("text", "binsgdm", 4, DROPPED, start=8, refine=False, also=(two, four, sixteen)),
+            Chain("text", "binsgdm", 4, DROPPED, start=8, refine=False, also=(two, one_of_four, sixteen)),
             Chain("text", "binsgdm", 64, DROPPED, start=10, refine=False),
             digits("binsgdm", options=DROPPED, refine=True, seeds=MANY_SEEDS, also=((2, True, SEEDS),)),
             digits("binsgdm", 16, options=DROPPED, start=10, seeds=SEEDS, search=SEEDS),
@@ -752,7 +753,9 @@ def studies() -> dict[str, list[Chain]]:
         # 1-bit Adam by the paper's rule
         "momentum": [
             Chain(
-                "text", "onebit_adam", 4, MOMENTUM, variants=momentum_floors[1:], also=(two, four, sixteen, sixty_four)
+                *("text", "onebit_adam", 4, MOMENTUM),
+                variants=momentum_floors[1:],
+                also=(two, one_of_four, sixteen, sixty_four),
             ),
             Chain("words", "onebit_adam", 4, MOMENTUM, refine=False, variants=momentum_floors),
             digits(
@@ -766,7 +769,7 @@ def studies() -> dict[str, list[Chain]]:
             Chain(
                 *("text", "zero_one_adam", 4, PAPERS_ZERO_ONE),
                 variants=tuple((*floor, *PAPERS_ZERO_ONE) for floor in floors[1:]),
-                also=((2, True, (0,)), four, sixteen, (64, False, NINE_SEEDS)),
+                also=((2, True, (0,)), one_of_four, sixteen, (64, False, NINE_SEEDS)),
             ),
             digits("zero_one_adam", options=PAPERS_ZERO_ONE, refine=True, seeds=MANY_SEEDS),
             digits(
@@ -777,18 +780,22 @@ def studies() -> dict[str, list[Chain]]:
                     (("preconditioned", False), ("var_decay", "refresh"), ("var_freeze_step", 1200), *ALL_COUNT),
                 ),
             ),
-            Chain("text", "zero_one_adam", 4, STEPS, start=8, also=((2, True, (0,)), four, sixteen, sixty_four)),
+            Chain(
+                *("text", "zero_one_adam", 4, STEPS),
+                start=8,
+                also=((2, True, (0,)), one_of_four, sixteen, sixty_four),
+            ),
             digits("zero_one_adam", options=STEPS, refine=True, seeds=MANY_SEEDS),
             Chain(
                 *("text", "zero_one_adam", 4, LARGER),
                 seeds=NINE_SEEDS,
-                also=((2, True, (0,)), four, (16, False, NINE_SEEDS), (64, False, NINE_SEEDS)),
+                also=((2, True, (0,)), one_of_four, (16, False, NINE_SEEDS), (64, False, NINE_SEEDS)),
             ),
             digits(
                 "zero_one_adam",
                 options=LARGER,
                 seeds=ALL_SEEDS,
-                also=((2, True, MANY_SEEDS), four, (16, False, ALL_SEEDS)),
+                also=((2, True, MANY_SEEDS), one_of_four, (16, False, ALL_SEEDS)),
             ),
             # the variance refreshed to the end, as an average of refreshes and of steps, at one lr
             digits("zero_one_adam", options=OVER_TIME, seeds=MOST_SEEDS, variants=(TO_THE_END,)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from optim_support import CLASSES
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
 import convergence  # lives in benchmarks/
 
+from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.optim import OnebitAdam
 
 TASK = convergence.Task("test", steps=160, batch=32, vocabulary=256)
@@ -160,3 +163,49 @@ def test_the_report_compares_each_optimizer_at_its_best_lr_with_its_twin_seed_by
     assert row.gap == pytest.approx((0.01 + 0.03) / 2)
     assert row.met is False
     assert "1% **missed**" in convergence.table(rows)
+
+
+# ----- linear regression --------------------------------------------------------------------------------------------------------
+
+REGRESSION_STEPS = 400
+
+
+def regression(group: Any, name: str | None) -> tuple[float, torch.Tensor]:
+    """Mean squared error on all data after training on a share of it, over that of least squares; None: by AdamW on all of it."""
+    draws = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 20, generator=draws) * torch.logspace(-0.5, 0.5, 20)
+    y = x @ torch.randn(20, generator=draws) + 0.3 * torch.randn(512, generator=draws)
+    best = (x @ torch.linalg.lstsq(x, y[:, None]).solution - y[:, None]).square().mean()
+    weight = torch.nn.Parameter(torch.zeros(20))
+    world, rank = (group.size, group.rank) if group is not None else (1, 0)
+    optimizer: Any
+    if name is None:
+        optimizer = torch.optim.AdamW([weight], weight_decay=0.0)
+    else:
+        options = {
+            "onebit_adam": {"freeze_step": 80},
+            "onebit_lamb": {"freeze_step": 80},
+            "zero_one_adam": {"var_freeze_step": 80, "local_step_scaler": 80},
+            "binsgdm": {},
+        }[name]
+        optimizer = CLASSES[name]([weight], block_size=32, process_group=group, **options)
+    order = torch.Generator().manual_seed(1)
+    for step in range(REGRESSION_STEPS):
+        optimizer.param_groups[0]["lr"] = 0.05 * (1 + math.cos(math.pi * step / REGRESSION_STEPS)) / 2
+        batch = torch.randperm(512, generator=order)[:64].chunk(world)[rank]
+        optimizer.zero_grad()
+        (x[batch] @ weight - y[batch]).square().mean().backward()
+        optimizer.step()
+    if name is not None:
+        optimizer.synchronise()
+    error = (x @ weight.detach() - y).square().mean()
+    return float(error / best), weight.detach().clone()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_linear_regression_comes_as_close_to_least_squares_as_adamw(name: str) -> None:
+    """Within 1 % of AdamW's error with half of the batch on each of two ranks; replicas are equal."""
+    adamw, _ = regression(None, None)
+    (error, a), (_, b) = SimulatedWorld(2).run(regression, name)
+    assert adamw < 1.05 and torch.equal(a, b)
+    assert error < 1.01 * adamw
