@@ -563,7 +563,7 @@ def keeps_its_optimizer(rank: int, world: int, folder: str) -> list[float]:
     def on_train_epoch_start(module: Any) -> None:
         module.own.param_groups[0]["lr"] = (1e-2, 1e-3, 0.0)[module.current_epoch]
 
-    for make in (lambda: "ddp", lambda: strategy_class(pl)("onebit_adam", freeze_step=10**6)):
+    for make in (lambda: "ddp", lambda: strategy_class()("onebit_adam", freeze_step=10**6)):
         path, module = f"{folder}/{len(found)}.ckpt", None
         for epochs in (1, 3):  # the second Trainer resumes
             module = make_module(pl, configure, plain_net, seed=epochs, on_train_epoch_start=on_train_epoch_start)
@@ -591,7 +591,7 @@ def unfreezes_late(rank: int, world: int) -> dict[str, Any]:
     module = make_module(pl, configure, plain_net)
     module.backbone = module.net[0]
     before = module.backbone.weight.detach().clone()
-    strategy = strategy_class(pl)("onebit_adam", freeze_step=2)
+    strategy = strategy_class()("onebit_adam", freeze_step=2)
     quiet_trainer(pl, strategy, max_epochs=3, callbacks=[finetuning(1, verbose=False)]).fit(module, loader())
     [optimizer] = strategy.onebit_optimizers
     return {

@@ -8,9 +8,20 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from lightning_onebit.comm.transport import CollectiveFailure, Pending, Transport
 from lightning_onebit.kernels.common import is_dense
+
+
+def remove_with(owner: object, handles: Sequence[RemovableHandle]) -> None:
+    """Removes hooks that hold their owner weakly when it is gone: parameters that outlive it would collect them."""
+
+    def remove(handles: Sequence[RemovableHandle]) -> None:
+        for handle in handles:
+            handle.remove()
+
+    weakref.finalize(owner, remove, handles).atexit = False
 
 
 class _DenseBucket:
@@ -108,6 +119,7 @@ class Reducer:
         self._handles = [
             p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self.params) if p.requires_grad
         ]
+        remove_with(self, self._handles)
 
     def _plan(self, bucket_bytes: int) -> list[_DenseBucket]:
         buckets: list[_DenseBucket] = []

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit.comm import Bucket, Control, ExchangeSession, Topology, control_round, ring_bytes, torn_down_last
+from lightning_onebit.comm.reducer import remove_with
 from lightning_onebit.kernels import BoundSpans, Packed
 from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.arena import DENSE_LANE, PLAN_LANE, Coefficients, Lookups, Phase
@@ -489,6 +490,7 @@ class OnebitOptimizer(StatefulOptimizer):
                 for slot, i in enumerate(self._slots)
                 if self._params[i].requires_grad
             ]
+            remove_with(self, self._landing_hooks)
         trains = [self._params[i].requires_grad for i in self._slots]
         self._early_buckets = [b for b in self._buckets() if any(trains[slot] for slot in b.params)]
         self._owed = [sum(trains[slot] for slot in b.params) for b in self._early_buckets]
