@@ -688,9 +688,27 @@ class OnebitMixin(_Base):
         for optimizer in self.onebit_optimizers:
             optimizer.show_consensus()
 
+    def _keep_what_is_shown(self) -> None:
+        """Makes the model that is shown between local steps that of every rank.
+
+        ``StochasticWeightAveraging`` has written its average into it, and now runs an epoch without backward over the data to renew
+        BatchNorm's statistics: they are those of the average, as with DDP, and nothing that ranks have done alone comes on top of it.
+        """
+        for optimizer in self.onebit_optimizers:
+            if optimizer.mid_local:
+                optimizer.show_consensus()
+                params = [p for group in optimizer.param_groups for p in group["params"]]
+                shown = [p.detach().clone() for p in params]
+                optimizer.synchronise()  # momenta and residuals go on from a synchronisation
+                with torch.no_grad():
+                    for p, weight in zip(params, shown, strict=True):
+                        p.copy_(weight)
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Lightning's, with buffers kept as DDP keeps them."""
         assert self.lightning_module is not None
+        if self.lightning_module.trainer.fit_loop._skip_backward:
+            self._keep_what_is_shown()
         self._show_local()
         # Under manual optimization Lightning tells DDP that no gradients are synchronised, so buffers are broadcast only once.
         with self._forward(self._sync_backward and self.lightning_module.automatic_optimization):

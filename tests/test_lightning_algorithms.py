@@ -281,6 +281,49 @@ def test_training_goes_on_as_if_nobody_had_looked_between_local_steps(accumulate
     assert differing(looked[0]["own"], looked[1]["own"]) != []
 
 
+def averaging_rank(rank: int, world: int) -> dict[str, Any]:
+    """SWA with BatchNorm whose last epoch, which renews statistics, begins between synchronisations."""
+    pl = enter(rank)
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    swa = StochasticWeightAveraging(swa_lrs=1e-2, swa_epoch_start=1, annealing_epochs=1)
+    found: dict[str, Any] = {"mid_local": [], "forwards": 0, "different": []}
+
+    def training_step(module: Any, batch: Any, _: int) -> torch.Tensor:
+        loop = module.trainer.fit_loop
+        if loop._skip_backward:
+            average = dict(swa._average_model.net.named_parameters())
+            found["forwards"] += 1
+            found["different"] += differing(weights(module), {name: p.detach() for name, p in average.items()})
+            found["different"] += same_on_all_ranks(dict(module.net.named_parameters()))
+        return torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1])
+
+    def on_train_epoch_start(module: Any) -> None:
+        (optimizer,) = module.trainer.strategy.onebit_optimizers
+        found["mid_local"].append(optimizer.mid_local)
+
+    def on_train_end(module: Any) -> None:
+        found["different"] += same_on_all_ranks(dict(module.net.named_parameters()))
+
+    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, **LOCAL)
+    attributes = {
+        "training_step": training_step,
+        "on_train_epoch_start": on_train_epoch_start,
+        "on_train_end": on_train_end,
+    }
+    # 6 batches a rank and epoch; synchronised with the steps 4, 5, 7, 11, 15 and 19
+    module = make_module(pl, factory, norm_net, **attributes)
+    quiet_trainer(pl, strategy, max_epochs=3, callbacks=[swa]).fit(module, loader(samples=48, batch=4))
+    return found
+
+
+def test_weight_averaging_renews_the_statistics_of_its_average_between_local_steps() -> None:
+    for result in run_ranks(averaging_rank, 2):
+        assert result["mid_local"][-1], "this is what the test is about"
+        assert result["forwards"] == 6
+        assert result["different"] == []
+
+
 def plain_loop_rank(rank: int, world: int, accumulate: int) -> dict[str, Any]:
     """0/1 Adam on the same batches in a plain loop and by the Trainer."""
     pl = enter(rank)
