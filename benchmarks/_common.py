@@ -74,6 +74,30 @@ def ratio(seconds: Mapping[str, list[float]], name: str, baseline: str) -> float
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[baseline], strict=True))
 
 
+def echo_group(ranks: int) -> Any:
+    """A group of ``ranks`` in which the others send what this rank sends, at once: a step's local work with nothing to wait for."""
+    from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWorld
+
+    class Done:
+        def wait(self, timeout: Any = None) -> bool:
+            return True
+
+    class Echo(SimulatedGroup):
+        def all_to_all(self, out: Any, inp: Any) -> Any:
+            out.copy_(inp)
+            return Done()
+
+        def all_gather(self, out: Any, inp: Any) -> Any:
+            out.view(self.size, -1).copy_(inp.view(1, -1).expand(self.size, -1))
+            return Done()
+
+        def all_reduce(self, tensor: Any) -> Any:
+            tensor.mul_(self.size)
+            return Done()
+
+    return Echo(SimulatedWorld(ranks), tuple(range(ranks)), 0)
+
+
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Writes a result file, making its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Whole training steps over a real slow network: 1-bit Adam against DDP, its fp16 hook, PowerSGD and DeepSpeed's 1-bit Adam.
+"""Whole training steps over a real slow network: 1-bit Adam and 0/1 Adam against DDP, its fp16 hook, PowerSGD and DeepSpeed's 1-bit Adam.
 
     sudo python benchmarks/slow_network.py --hosts 2 4 --bandwidth 1000 100
     sudo python benchmarks/slow_network.py --deepspeed-python /path/to/python ...     # a Python that has deepspeed==0.19.6
@@ -7,6 +7,10 @@
 Sets up one network namespace per host, joined by a switch and shaped with tbf, and always tears it down. All methods train the
 same transformer on the same batches in one process per host, one after the other in every round, so that a machine whose speed
 drifts drifts for all of them. DeepSpeed runs afterwards in processes of its own environment. Reported are medians, and ratios to DDP.
+
+``zero_one4`` and ``zero_one16`` are 0/1 Adam's local steps, synchronised by every 4th and 16th: the mean over such a cycle. The floor
+of the exchange is bytes over bandwidth plus local cost: the same optimizer's step in a world whose collectives are copies in memory,
+taken by all hosts at once, as they take the real one (hosts that share cores share them in both).
 """
 
 from __future__ import annotations
@@ -26,9 +30,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 METHODS = ("none", "ddp", "ddp_fp16", "powersgd1", "powersgd2", "powersgd4", "onebit", "onebit_backward")
+METHODS += ("zero_one4", "zero_one16")
 LABELS = {"none": "no communication", "ddp": "DDP", "ddp_fp16": "DDP, fp16 hook", "onebit": "1-bit Adam"}
 LABELS |= {f"powersgd{rank}": f"PowerSGD, rank {rank}" for rank in (1, 2, 4)}
 LABELS |= {"onebit_backward": "1-bit Adam, overlapped", "deepspeed": "DeepSpeed OnebitAdam*"}
+LABELS |= {f"zero_one{gap}": f"0/1 Adam, sync every {gap}" for gap in (4, 16)}
 
 
 @dataclass
@@ -120,14 +126,19 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
             assert record is not None
             kind = "" if together else "in_step_"
             seconds.setdefault(f"{kind}exchange_seconds", []).append(spent)
-            seconds.setdefault(f"{kind}local_seconds", []).append(record.compression_seconds)
+            seconds.setdefault(f"{kind}kernel_seconds", []).append(record.compression_seconds)
             seconds.setdefault(f"{kind}waiting_seconds", []).append(record.communication_seconds)
 
         def told() -> dict[str, Any]:
-            for _ in range(2 + setting.steps if overlap == "step" else 0):
-                onebit_step(*inputs[0], together=True)
+            nonlocal onebit
+            if overlap == "step":
+                for _ in range(2 + setting.steps):
+                    onebit_step(*inputs[0], together=True)
             record = onebit.ledger.last
             assert record is not None and not record.dense and record.bytes_sent
+            if overlap == "step":
+                del onebit
+                seconds["local_seconds"] = _local_seconds(model, setting)
             return {
                 "bytes_sent": record.bytes_sent,
                 "collectives": record.collectives,
@@ -136,6 +147,36 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
             }
 
         return onebit_step, told
+    if name.startswith("zero_one"):
+        from lightning_onebit.optim import ZeroOneAdam
+
+        gap = _cycle(name)
+        sent: list[tuple[int, bool]] = []
+        # the gap doubles with every step after the first two, up to its bound
+        zero_one = ZeroOneAdam(
+            *(model.parameters(), 1e-4),
+            var_freeze_step=1,
+            local_step_scaler=1,
+            local_step_clipper=gap,
+            bucket_mb=setting.bucket_mb,
+        )
+
+        def local_step(x: Any, y: Any) -> None:
+            zero_one.begin_backward()
+            loss(model, x, y).backward()
+            zero_one.step()
+            zero_one.zero_grad()
+            record = zero_one.ledger.last
+            assert record is not None
+            sent.append((record.bytes_sent, record.dense))
+
+        def volume() -> dict[str, Any]:
+            cycle = sent[-gap:]
+            assert [nbytes > 0 for nbytes, _ in cycle] == [False] * (gap - 1) + [True]
+            assert not any(dense for _, dense in cycle)
+            return {"bytes_sent": statistics.fmean(nbytes for nbytes, _ in cycle)}
+
+        return local_step, volume
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     net: Any = model
     if name != "none":
@@ -165,6 +206,32 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
     return dense_step, nothing
 
 
+def _cycle(name: str) -> int:
+    """Steps after which a method begins again; its step time is their mean."""
+    return int(name[8:]) if name.startswith("zero_one") else 1
+
+
+def _local_seconds(model: Any, setting: Setting) -> list[float]:
+    """1-bit Adam's compressed steps of a rank of this world without a network, taken by all hosts at once. Collective."""
+    import torch
+    import torch.distributed as dist
+    from _common import echo_group
+
+    from lightning_onebit.optim import OnebitAdam
+
+    echo = echo_group(dist.get_world_size())
+    alone = OnebitAdam(model.parameters(), 1e-4, freeze_step=1, bucket_mb=setting.bucket_mb, process_group=echo)
+    seconds = []
+    for _ in range(2 + setting.steps):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p) * 1e-3
+        dist.barrier()
+        start = time.perf_counter()
+        alone.step()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
 def worker(setting: Setting, out: Path) -> None:
     """Measures all methods on this host; rank 0 writes the result."""
     import torch
@@ -189,14 +256,18 @@ def worker(setting: Setting, out: Path) -> None:
     for turn in range(setting.rounds):
         for name in setting.methods:
             step, told = _method(name, setting)
-            warm = 4  # DDP rebuilds its buckets, PowerSGD and 1-bit Adam take their dense steps
-            for i in range(warm + setting.steps):
+            cycle = _cycle(name)
+            # DDP rebuilds its buckets, PowerSGD and 1-bit Adam take their dense steps, 0/1 Adam's gap grows
+            warm = 4 if cycle == 1 else 2 + cycle
+            seconds: list[float] = []
+            for _ in range(warm + cycle * max(1, setting.steps // cycle)):
                 x = torch.randint(0, 256, (setting.batch, setting.length + 1), generator=generator)
                 dist.barrier()
                 start = time.perf_counter()
                 step(x[:, :-1], x[:, 1:])
-                if i >= warm:
-                    times.setdefault(name, []).append(time.perf_counter() - start)
+                seconds.append(time.perf_counter() - start)
+            cycles = [seconds[i : i + cycle] for i in range(warm, len(seconds), cycle)]
+            times.setdefault(name, []).extend(map(statistics.fmean, cycles))
             facts[name] = told()
             if rank == 0:
                 median = statistics.median(times[name])
@@ -277,7 +348,8 @@ def table(result: dict[str, Any]) -> str:
         facts, f = result["facts"]["onebit"], result["floor"]
         lines.append(
             f"  exchange (whole optimizer step, begun together) {facts['exchange_seconds'] * 1e3:.0f} ms = "
-            f"{f['exchange_over_floor']:.2f}x of {f['wire_seconds'] * 1e3:.0f} ms wire + {facts['local_seconds'] * 1e3:.0f} ms local; "
+            f"{f['exchange_over_floor']:.2f}x of {f['wire_seconds'] * 1e3:.0f} ms wire + {facts['local_seconds'] * 1e3:.0f} ms local "
+            f"({facts['kernel_seconds'] * 1e3:.0f} ms of the exchange in kernels); "
             f"{f['all_reduce_over_exchange']:.1f}x faster than the all-reduce; in training steps, late hosts and all, "
             f"{facts['in_step_exchange_seconds'] * 1e3:.0f} ms"
         )
@@ -296,7 +368,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
     for axis, result in zip(axes[0], results, strict=True):
         names = list(result["step_seconds"])
         values = [result["step_seconds"][n] * 1e3 for n in names]
-        colors = ["tab:orange" if n.startswith("onebit") else "tab:gray" if n == "none" else "tab:blue" for n in names]
+        ours = ("onebit", "zero_one")
+        colors = ["tab:orange" if n.startswith(ours) else "tab:gray" if n == "none" else "tab:blue" for n in names]
         bars = axis.barh([LABELS[n] for n in names], values, color=colors)
         axis.bar_label(bars, fmt=" %.0f", fontsize=8)
         axis.set_xscale("log")

@@ -24,35 +24,11 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import slow_network
-from _common import RESULTS, horizontal_bars, machine_info, medians, ratio, side_by_side, write_json
+from _common import RESULTS, echo_group, horizontal_bars, machine_info, medians, ratio, side_by_side, write_json
 
 
 def _setting(layers: int) -> slow_network.Setting:
     return slow_network.Setting([], 512, layers, 1, 64, 1, 1, 16.0, 0.0)
-
-
-def _echo(ranks: int) -> Any:
-    """A group of ``ranks`` in which the others send what this rank sends, at once."""
-    from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWorld
-
-    class Done:
-        def wait(self, timeout: Any = None) -> bool:
-            return True
-
-    class Echo(SimulatedGroup):
-        def all_to_all(self, out: Any, inp: Any) -> Any:
-            out.copy_(inp)
-            return Done()
-
-        def all_gather(self, out: Any, inp: Any) -> Any:
-            out.view(self.size, -1).copy_(inp.view(1, -1).expand(self.size, -1))
-            return Done()
-
-        def all_reduce(self, tensor: Any) -> Any:
-            tensor.mul_(self.size)
-            return Done()
-
-    return Echo(SimulatedWorld(ranks), tuple(range(ranks)), 0)
 
 
 def local(
@@ -92,7 +68,7 @@ def local(
             optimizer = optimizer_class(
                 *(model().parameters(), 1e-4),
                 freeze_step=1,
-                process_group=_echo(ranks),
+                process_group=echo_group(ranks),
                 bucket_mb=size,
                 kernels="cpu",
                 **options,
