@@ -289,11 +289,13 @@ def worker(setting: Setting, out: Path) -> None:
 # ----- driver --------------------------------------------------------------------------------------------------------------
 
 
-def measure(setting: Setting, hosts: int, timeout: float, deepspeed_python: str | None = None) -> dict[str, Any]:
+def measure(
+    setting: Setting, hosts: int, timeout: float, deepspeed_python: str | None = None, prefix: str = "onebit"
+) -> dict[str, Any]:
     """Runs the workers over a shaped network of their own, then those of DeepSpeed's environment if there is one."""
     from _network import SlowNetwork
 
-    with tempfile.TemporaryDirectory() as folder, SlowNetwork(hosts, setting.megabits) as network:
+    with tempfile.TemporaryDirectory() as folder, SlowNetwork(hosts, setting.megabits, prefix) as network:
         out = Path(folder) / "result.json"
         threads = max(1, (os.cpu_count() or 1) // hosts)
 
@@ -406,6 +408,7 @@ def main() -> None:
     )
     parser.add_argument("--name", default="slow_network", help="of the result files")
     parser.add_argument("--plot", type=Path, nargs="+", help="measure nothing; draw these result files as one figure")
+    parser.add_argument("--prefix", default="onebit", help="of the namespaces' names; two runs at once need two")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results")
     args = parser.parse_args()
@@ -435,7 +438,7 @@ def main() -> None:
                 args.bucket_mb,
                 megabits,
             )
-            results.append(measure(setting, hosts, args.timeout, args.deepspeed_python))
+            results.append(measure(setting, hosts, args.timeout, args.deepspeed_python, args.prefix))
             print(table(results[-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     write_json(args.out / f"{args.name}.json", {"machine": machine_info(), "results": results})

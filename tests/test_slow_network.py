@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -85,3 +86,27 @@ def test_a_run_that_is_ended_leaves_no_network_and_no_hosts(
     assert process.returncode == (128 + number if number == signal.SIGTERM else -number)
     assert namespaces() == []
     assert not any(str(tmp_path).encode() in commands(p) for p in Path("/proc").glob("[0-9]*/cmdline"))
+
+
+@pytest.mark.skipif(REASON is not None, reason=str(REASON))
+def test_the_benchmark_measures_steps_cycles_and_the_exchange_against_its_floor(tmp_path: Path) -> None:
+    methods = ["ddp", "onebit", "zero_one4"]
+    options = f"--hosts 2 --bandwidth 1000 --steps 8 --width 64 --layers 1 --name small --prefix {PREFIX} --out {tmp_path}"
+    command = [sys.executable, str(BENCHMARKS / "slow_network.py"), *options.split(), "--methods", *methods]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip(f"this machine does not let us make namespaces: {done.stderr[-300:]}")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "small.json").read_text())["results"]
+    assert {name: len(values) for name, values in result["all_step_seconds"].items()} == {
+        "ddp": 8,
+        "onebit": 8,
+        "zero_one4": 2,  # cycles of four steps
+    }
+    sent = {name: facts["bytes_sent"] for name, facts in result["facts"].items() if facts}
+    assert sent["zero_one4"] == sent["onebit"] / 4
+    facts, floor = result["facts"]["onebit"], result["floor"]
+    assert floor["wire_seconds"] == pytest.approx(sent["onebit"] / 125e6)
+    assert floor["floor_seconds"] == pytest.approx(floor["wire_seconds"] + facts["local_seconds"])
+    assert floor["exchange_over_floor"] == pytest.approx(facts["exchange_seconds"] / floor["floor_seconds"])
+    assert f"{floor['exchange_over_floor']:.2f}x of" in done.stdout
