@@ -91,7 +91,9 @@ def test_a_run_that_is_ended_leaves_no_network_and_no_hosts(
 @pytest.mark.skipif(REASON is not None, reason=str(REASON))
 def test_the_benchmark_measures_steps_cycles_and_the_exchange_against_its_floor(tmp_path: Path) -> None:
     methods = ["ddp", "onebit", "zero_one4"]
-    options = f"--hosts 2 --bandwidth 1000 --steps 8 --width 64 --layers 1 --name small --prefix {PREFIX} --out {tmp_path}"
+    options = (
+        f"--hosts 2 --bandwidth 1000 --steps 8 --width 64 --layers 1 --name small --prefix {PREFIX} --out {tmp_path}"
+    )
     command = [sys.executable, str(BENCHMARKS / "slow_network.py"), *options.split(), "--methods", *methods]
     done = subprocess.run(command, capture_output=True, text=True, timeout=150)
     if "Operation not permitted" in done.stderr:
