@@ -38,7 +38,6 @@ from lightning_onebit.checkpoint import (
 from lightning_onebit.comm import (
     DEFAULT_TIMEOUT,
     ByteLedger,
-    Reducer,
     Topology,
     Transport,
     handshake,
@@ -440,29 +439,14 @@ class _Served:
         self.optimizer: OnebitOptimizer | None = optimizer
         self._weak = weakref.ref(optimizer)
         self.keep_groups(groups)
-        self._reducer: weakref.ref[Reducer] | None = None
 
     def loosen(self) -> None:
-        """Leaves the optimizer to the program."""
-        optimizer, self.optimizer = self._weak(), None
-        if optimizer is None:
-            return
-        # parameters have hooks that hold it; they are made anew when it sends during backward again
-        if optimizer._session is None:
-            optimizer._remove_landing_hooks()
-        self._reducer = weakref.ref(optimizer._reducer) if optimizer._reducer is not None else None
+        """Leaves the optimizer to the program (its parameters' hooks hold it weakly, and go with it)."""
+        self.optimizer = None
 
     def hold(self) -> bool:
-        """Holds the optimizer again, if it is still there.
-
-        If not, the hooks of its dense averaging go: torch's garbage collection does not see that parameters and their hooks hold
-        each other, and the model may train on with another optimizer.
-        """
+        """Holds the optimizer again, if it is still there."""
         self.optimizer = self._weak()
-        if self.optimizer is None and self._reducer is not None:
-            reducer, self._reducer = self._reducer(), None
-            if reducer is not None:
-                reducer.close()
         return self.optimizer is not None
 
     def keep_groups(self, groups: list[Any]) -> None:

@@ -254,6 +254,12 @@ class _Translation:
         for name, value in _DEFAULTS[algorithm].items():
             if name not in params:
                 self.honoured[f"optimizer.params.{name} (absent)"] = f"{name}={value!r}, DeepSpeed's default"
+        if self.options.get("local_step_clipper") == 1:
+            # no steps between synchronisations, whatever the scaler
+            self.options.pop("local_step_scaler", None)
+            key = "optimizer.params.local_step_scaler"
+            if self.honoured.pop(f"{key} (absent)", None) is None:
+                self.honoured[key] = "no effect with local_step_clipper=1; left out"
 
     def _odd_parameter(self, key: str, name: str, value: Any) -> None:
         """Parameters of DeepSpeed's classes without a counterpart here."""

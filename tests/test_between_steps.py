@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import subprocess
+import sys
 import time
 import weakref
 from typing import Any
@@ -15,6 +17,7 @@ from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
 from lightning_onebit.comm import PlanMismatch, SimulatedWorld
+from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
 
 STEPS = 12
@@ -171,6 +174,95 @@ def test_finite_gradients_whose_squares_overflow_are_an_error_on_all_ranks(algor
     assert len({steps for steps, _ in results}) == 1 and results[0][0] < STEPS
     for _, said in results:
         assert "squares are not (fp32)" in said and "lower lr" in said
+
+
+@pytest.mark.parametrize("look", ["step", "state_dict", "residual_state_dict", "synchronise"])
+@pytest.mark.parametrize("kind", [OnebitAdam, ZeroOneAdam])
+def test_what_a_device_says_later_is_heard_before_anything_is_saved(kind: Any, look: str) -> None:
+    """On CUDA a step asks whether what came back is finite, and does not wait for the answer."""
+    param = nn.Parameter(torch.ones(100))
+    optimizer = kind([param], lr=0.01, force_compression=True, block_size=32)
+    param.grad = torch.ones(100)
+    optimizer.step()
+    optimizer._doubt = Download(torch.tensor(float("inf")))
+    with pytest.raises(FloatingPointError, match="step 1: gradients of some rank are finite, but so large"):
+        getattr(optimizer, look)()
+    getattr(optimizer, look)()
+
+
+def sent_early(group: Any, rank: int, world: int, value: float) -> tuple[list[torch.Tensor], str]:
+    """A gradient that has been sent and is written to afterwards, beside a group that is averaged densely."""
+    params = [nn.Parameter(torch.ones(200)), nn.Parameter(torch.ones(30))]
+    groups = [{"params": params[:1]}, {"params": params[1:], "compress": False}]
+    optimizer = OnebitAdam(groups, lr=0.01, freeze_step=2, overlap="backward", block_size=64, process_group=group)
+    for t in range(5):
+        optimizer.zero_grad()
+        optimizer.begin_backward()
+        draws = torch.Generator().manual_seed(10 * t + rank)
+        loss = sum((torch.randn(p.shape, generator=draws) * p).sum() for p in params)
+        (loss * (value if t == 4 else 1.0)).backward()
+        if t == 3 and rank == 1:
+            assert params[0].grad is not None
+            params[0].grad[3] = float("nan")
+        try:
+            optimizer.step()
+        except FloatingPointError as error:
+            return [p.detach() for p in params], str(error)
+    return [p.detach() for p in params], ""
+
+
+def test_what_is_written_into_a_gradient_that_was_sent_early_concerns_nobody() -> None:
+    results = run_world(sent_early, 2, 1.0)
+    assert all(said == "" for _, said in results)
+    assert all(bool(p.isfinite().all()) for params, _ in results for p in params)
+
+
+def test_squares_that_overflow_in_a_bucket_sent_early_are_said_to_be_that() -> None:
+    for _, said in run_world(sent_early, 2, 1e24):
+        assert "or whose square overflows fp32" in said
+
+
+def test_the_stride_of_a_dimension_of_one_does_not_concern_the_state() -> None:
+    conv = nn.Conv2d(1, 8, 3)
+    optimizer = OnebitAdam(conv.parameters(), lr=0.01)
+    strides = set()
+    for _ in range(2):
+        conv(torch.ones(1, 1, 4, 4)).sum().backward()
+        optimizer.step()
+        strides.add(conv.weight.stride())
+        conv.to(memory_format=torch.channels_last)
+    assert len(strides) == 2, "this is what the test is about"
+    assert optimizer.steps == 2
+
+
+def test_landing_hooks_that_are_made_anew_leave_nothing_behind() -> None:
+    def hooks(group: Any, rank: int, world: int) -> tuple[int, int]:
+        param = nn.Parameter(torch.ones(100))
+        optimizer = OnebitAdam([param], lr=0.01, overlap="backward", block_size=64, process_group=group)
+        counts = []
+        for _ in range(3):
+            for t in range(3):
+                optimizer.zero_grad()
+                optimizer.begin_backward()
+                (param * param).sum().backward()
+                optimizer.step()
+                if t == 0:
+                    optimizer.freeze()
+            kept = [entry for entry in weakref.finalize._registry.values() if entry.weakref() is optimizer]
+            counts.append((len(param._post_accumulate_grad_hooks or ()), len(kept)))
+            optimizer.thaw()
+        return counts[0], counts[-1]
+
+    for first, last in SimulatedWorld(2, timeout=60).run(lambda group: hooks(group, group.rank, group.size)):
+        assert first == last
+
+
+def test_importing_the_optimizers_does_not_import_a_compiler() -> None:
+    look = "print('torch._dynamo' in sys.modules)"
+    program = f"import sys, torch\n{look}\nimport lightning_onebit.optim\n{look}"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    before, after = done.stdout.split()
+    assert after == before
 
 
 @pytest.mark.parametrize("kind", [OnebitAdam, OnebitLamb])

@@ -107,6 +107,14 @@ CORRECTED = {"coeff_beta": 0.8, "factor_max": 3.0, "factor_min": 0.6, "factor_th
             "zero_one_adam",
             {"var_freeze_step": 12_500, "var_update_scaler": 8, "local_step_scaler": 100, "local_step_clipper": 4},
         ),
+        # no local steps, whatever their scaler, DeepSpeed's default of which is not ours
+        ("ZeroOneAdam", {"var_freeze_step": 5, "local_step_clipper": 1}, "zero_one_adam", {"var_freeze_step": 5, "local_step_clipper": 1}),
+        (
+            "ZeroOneAdam",
+            {"var_freeze_step": 5, "local_step_scaler": 100, "local_step_clipper": 1},
+            "zero_one_adam",
+            {"var_freeze_step": 5, "local_step_clipper": 1},
+        ),
     ],
 )  # fmt: skip
 def test_every_optimizer_keeps_its_schedule_and_deepspeeds_defaults(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 
@@ -13,15 +13,23 @@ from torch.utils.hooks import RemovableHandle
 from lightning_onebit.comm.transport import CollectiveFailure, Pending, Transport
 from lightning_onebit.kernels.common import is_dense
 
+log = logging.getLogger("lightning_onebit")
 
-def remove_with(owner: object, handles: Sequence[RemovableHandle]) -> None:
-    """Removes hooks that hold their owner weakly when it is gone: parameters that outlive it would collect them."""
+
+def remove_with(owner: object, handles: Sequence[RemovableHandle]) -> Callable[[], object]:
+    """Removes hooks that hold their owner weakly when it is gone: parameters that outlive it would collect them.
+
+    Returns:
+        A function that removes them at once.
+    """
 
     def remove(handles: Sequence[RemovableHandle]) -> None:
         for handle in handles:
             handle.remove()
 
-    weakref.finalize(owner, remove, handles).atexit = False
+    finalizer = weakref.finalize(owner, remove, handles)
+    finalizer.atexit = False
+    return finalizer
 
 
 class _DenseBucket:
@@ -116,10 +124,10 @@ class Reducer:
         # whether a gradient has arrived that the last finish() did not average
         self.stale = True
         self._ready = [False] * len(self.params)
-        self._handles = [
+        hooks = [
             p.register_post_accumulate_grad_hook(self._hook(i)) for i, p in enumerate(self.params) if p.requires_grad
         ]
-        remove_with(self, self._handles)
+        self._remove_hooks = remove_with(self, hooks)
 
     def _plan(self, bucket_bytes: int) -> list[_DenseBucket]:
         buckets: list[_DenseBucket] = []
@@ -298,13 +306,14 @@ class Reducer:
 
     def close(self) -> None:
         """Removes the hooks and gives the buffers up; gradients that are views of them stay valid."""
-        with contextlib.suppress(CollectiveFailure):  # said when it was waited for; nobody will look at what it brings
+        try:
             self._drain()
+        except CollectiveFailure as failure:  # nobody will look at what it would have brought
+            log.warning("dense averages that nobody waits for any more: %s", failure)
         for bucket in self._all_buckets:
             bucket.pending = None
         self._reset()
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._spent = [], []
+        self._remove_hooks()
+        self._spent = []
         for bucket in self._all_buckets:
             bucket.release()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from datetime import timedelta
 from enum import Enum
 from operator import is_not
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ log = logging.getLogger("lightning_onebit")
 
 # lanes of the dense reducer: parameters in the block plan, and those of compress=False groups
 PLAN_LANE, DENSE_LANE = 0, 1
+Form: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...]]
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -134,7 +135,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._slot_of: dict[int, int] = {}
         self._dense: list[int] = []
         # dtype, shape and strides of the known ones
-        self._forms: list[tuple[int, tuple[torch.dtype, torch.Size, tuple[int, ...]]]] = []
+        self._forms: list[tuple[int, Form]] = []
         self._wire_bytes = 0
         self._laid_out_for = (0, 0)
         self._flat: dict[str, Tensor] = {}
@@ -332,7 +333,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             )
         for i, form in self._forms:
             p = self._params[i]
-            if (p.dtype, p.shape, p.stride()) != form:
+            if (now := (p.dtype, p.shape, p.stride())) != form and _places(now) != _places(form):
                 dtype, shape, strides = form
                 raise RuntimeError(
                     f"{self.name_of(i)} was {dtype} of shape {tuple(shape)} with strides {strides}, for which its state is laid out, and "
@@ -723,3 +724,9 @@ class ArenaOptimizer(torch.optim.Optimizer):
         for i in indices:
             self._t[i] += 1
         self._lookups = Lookups()
+
+
+def _places(form: Form) -> tuple[Any, ...]:
+    """What decides where a tensor's elements lie: the stride of a dimension of size 1 does not."""
+    dtype, shape, strides = form
+    return dtype, shape, [stride for stride, size in zip(strides, shape, strict=True) if size != 1]

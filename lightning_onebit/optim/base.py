@@ -106,7 +106,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._launched = 0
         self._landed: set[int] = set()
         self._early_buckets: list[Bucket] = []
-        self._landing_hooks: list[Any] = []
+        self._remove_landing: Callable[[], object] | None = None
         _alive.add(self)
 
     # ----- what users see ---------------------------------------------------------------------------------------------
@@ -198,7 +198,12 @@ class OnebitOptimizer(StatefulOptimizer):
         return False
 
     def synchronise(self) -> None:
-        """Brings replicas together that differ after steps of their own; see ``ZeroOneAdam.synchronise()``."""
+        """Brings replicas together that differ after steps of their own; see ``ZeroOneAdam.synchronise()``.
+
+        Raises:
+            FloatingPointError: the last step's exchange was not finite (said here on CUDA, where a step does not wait to know).
+        """
+        self._settle_doubt()
 
     def configure_communication(
         self,
@@ -244,9 +249,9 @@ class OnebitOptimizer(StatefulOptimizer):
         self._present = self._verdict = None
 
     def _remove_landing_hooks(self) -> None:
-        for handle in self._landing_hooks:
-            handle.remove()
-        self._landing_hooks = []
+        if self._remove_landing is not None:
+            self._remove_landing()
+        self._remove_landing = None
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -378,7 +383,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
     # ----- the step template ------------------------------------------------------------------------------------------
 
-    @torch.compiler.disable
+    @torch._disable_dynamo  # as torch.optim has it: torch.compiler.disable would import the compiler with this package
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One optimizer step, with all communication it owes.
@@ -391,7 +396,8 @@ class OnebitOptimizer(StatefulOptimizer):
 
         Raises:
             FloatingPointError: with this step ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
-                rank (0: this one had); or squares of finite ones overflow fp32 (on CUDA it is said by the next step).
+                rank (0: this one had); or squares of finite ones that are exchanged overflow fp32 (on CUDA it is said by the next
+                step or by ``state_dict()``, whichever comes first; BinSGDM sends no scales, and trains on).
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
         """
@@ -405,9 +411,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._average_gradients()
         if self._early and not dense:
             return self._step_early(loss)
-        doubt, self._doubt = self._doubt, None
-        if doubt is not None and not math.isfinite(doubt.read()):
-            self._raise_overflow(self._steps)
+        self._settle_doubt()
         self._trusted = self._scales_tell and not dense and self.options.max_consecutive_skips == 0
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
         already_clipped = self._verdict is not None
@@ -484,13 +488,13 @@ class OnebitOptimizer(StatefulOptimizer):
                 "Under manual optimization toggle the optimizer whose loss it is; add up the losses of one step, or let all "
                 "backwards but the last only accumulate (toggle_model(sync_grad=False)); or use overlap='step'"
             )
-        if not self._landing_hooks:
-            self._landing_hooks = [
+        if self._remove_landing is None:
+            hooks = [
                 self._params[i].register_post_accumulate_grad_hook(self._landing_hook(slot))
                 for slot, i in enumerate(self._slots)
                 if self._params[i].requires_grad
             ]
-            remove_with(self, self._landing_hooks)
+            self._remove_landing = remove_with(self, hooks)
         trains = [self._params[i].requires_grad for i in self._slots]
         self._early_buckets = [b for b in self._buckets() if any(trains[slot] for slot in b.params)]
         self._owed = [sum(trains[slot] for slot in b.params) for b in self._early_buckets]
@@ -549,11 +553,13 @@ class OnebitOptimizer(StatefulOptimizer):
         arrived, self._arrived, self._session = self._arrived, [], None
         if (bad := self._non_finite(arrived)) is not None:
             raise FloatingPointError(
-                f"step {self._steps + 1}: a non-finite gradient of some rank has entered the exchange (bucket {bad.index}). With "
-                "overlap='backward' gradients leave before all of them can be checked, so the step cannot be skipped; resume from "
-                "the last checkpoint with overlap='step'"
+                f"step {self._steps + 1}: a gradient of some rank that is not finite, or whose square overflows fp32, has entered the "
+                f"exchange (bucket {bad.index}). With overlap='backward' gradients leave before all of them can be checked, so the step "
+                "cannot be skipped; resume from the last checkpoint with overlap='step'"
             )
+        self._trusted = True  # the scales have told of what was compressed
         dense = self._judge(norm=False) if self._dense and self._reducer is not None else None
+        self._trusted = False
         if dense is not None and not dense.finite:
             raise FloatingPointError(
                 f"step {self._steps + 1}: a gradient of a compress=False group was not finite on at least one rank. With "
@@ -564,6 +570,7 @@ class OnebitOptimizer(StatefulOptimizer):
             for bucket, gathered in arrived:
                 self.finish(bucket, gathered)
             self._end_exchange()
+        self._arrived = []
         self._publish([i for i in self._slots if self._active[i]])
         self._step_dense([i for i in self._dense if dense is None or dense.present[i]])
         self._steps += 1
@@ -595,6 +602,21 @@ class OnebitOptimizer(StatefulOptimizer):
             return
         if self._non_finite(arrived) is not None:
             self._raise_overflow(self._steps + 1)
+
+    def _settle_doubt(self) -> None:
+        """Raises where the last step's exchange, whose scales a device was asked about, has turned out not to be finite."""
+        doubt, self._doubt = self._doubt, None
+        if doubt is not None and not math.isfinite(doubt.read()):
+            self._raise_overflow(self._steps)
+
+    def _packed_state(self) -> dict[str, Any]:
+        self._settle_doubt()
+        return super()._packed_state()
+
+    def residual_state_dict(self) -> dict[str, Any]:
+        """See ``StatefulOptimizer``."""
+        self._settle_doubt()
+        return super().residual_state_dict()
 
     def _raise_overflow(self, step: int) -> None:
         reason = (

@@ -244,6 +244,7 @@ class ZeroOneAdam(RefreshingAdam):
         between other steps. A collective: call it on all ranks, for instance when training ends (the strategy does so before
         ``on_train_end``). Residuals carry over; the ledger counts its bytes in the totals, and no step.
         """
+        super().synchronise()
         self._prepare()
         self.show_local()
         if not self.mid_local:
@@ -305,7 +306,7 @@ class ZeroOneAdam(RefreshingAdam):
                 anchor = self._known_plan().view(self._flat["anchor"], self._slot_of[i], p)
                 anchor.copy_(torch.where(p == anchor.to(p.dtype), anchor, p.float()))
 
-    @torch.compiler.disable
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """See ``OnebitOptimizer.step``."""
         self.show_local()
