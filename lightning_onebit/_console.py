@@ -39,7 +39,8 @@ class Parser(argparse.ArgumentParser):
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exits, quietly also where nobody reads the help to its end (``--help | head -1``)."""
         try:
-            sys.stdout.flush()
+            if sys.stdout is not None:  # None: closed from the start (``>&-``)
+                sys.stdout.flush()
         except OSError:
             _drop_output()
             status = status or READER_GONE
@@ -67,10 +68,11 @@ def execute(
     try:
         outcome = run(options)
         if outcome.text:
-            report(outcome, options.json)
-    except BrokenPipeError:
-        _drop_output()
-        return READER_GONE
+            try:
+                report(outcome, options.json)
+            except BrokenPipeError:
+                _drop_output()
+                return READER_GONE
     except (ValueError, TypeError, ModuleNotFoundError, OSError) as error:
         parser.error(str(error))
     return outcome.status
@@ -81,6 +83,8 @@ def report(outcome: Outcome, target: str | None) -> None:
     encoded = json.dumps(_finite(outcome.facts), indent=1)
     if target not in (None, "-"):
         Path(str(target)).write_text(encoded + "\n")
+    if sys.stdout is None:
+        return
     sys.stdout.write((encoded if target == "-" else outcome.text) + "\n")
     sys.stdout.flush()  # here an error can still be told
 

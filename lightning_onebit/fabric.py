@@ -128,6 +128,9 @@ class FabricMixin(_Base):
         self._broadcast_buffers = broadcast_buffers
         self._served: list[_Served] = []  # in the order of set-up, alike on all ranks
         self._retired: list[_Served] = []  # gone on some rank, so that none can step them any more
+        self._released: weakref.WeakSet[OnebitOptimizer] = (
+            weakref.WeakSet()
+        )  # on all ranks alike; their state can still be saved
         self._settle_due = False
         self._names = WeakTensorKeyDictionary()
         self._sync = True
@@ -270,6 +273,7 @@ class FabricMixin(_Base):
         optimizer.show_consensus()
         optimizer.release_communication()
         self._served.pop(number).destroy_groups()
+        self._released.add(optimizer)
 
     def _settle(self) -> None:
         """Finds out which optimizers the program has let go of, and lets them go. Collective.
@@ -366,7 +370,7 @@ class FabricMixin(_Base):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Fabric's; what differs by rank is written by every rank beside the file. Collective."""
-        saved = [o for o in self.onebit_optimizers if any(value is o for value in state.values())]
+        saved = self._optimizers_in(state)
         save: Callable[..., None] = super().save_checkpoint
         if not saved:
             older = shard_ids(str(path))
@@ -391,6 +395,12 @@ class FabricMixin(_Base):
         )
         self._sweep(path, older)
 
+    def _optimizers_in(self, state: Any) -> list[OnebitOptimizer]:
+        """The compressed optimizers in what is saved or loaded, by their keys; alike on all ranks."""
+        known = {id(optimizer): optimizer for optimizer in [*self.onebit_optimizers, *self._released]}
+        items = sorted(state.items(), key=lambda item: str(item[0])) if isinstance(state, dict) else []
+        return list(dict.fromkeys(known[id(value)] for _, value in items if id(value) in known))
+
     def _sweep(self, path: str, older: set[str]) -> None:
         """Removes the shards of checkpoints that the one just saved has overwritten, on one rank of every node."""
         # An asynchronous plugin may not have overwritten them yet, and there is no end of training to wait for.
@@ -400,7 +410,7 @@ class FabricMixin(_Base):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Fabric's; completes the optimizers with what lies beside the file. Collective."""
         rest: dict[str, Any] = super().load_checkpoint(path, state, *args, **kwargs)
-        loaded = [o for o in self.onebit_optimizers if isinstance(state, dict) and any(v is o for v in state.values())]
+        loaded = self._optimizers_in(state)
         if loaded:
             try:
                 stamp = Stamp.of(rest)
@@ -426,10 +436,14 @@ class FabricMixin(_Base):
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: optimizers, groups, names of parameters."""
-        return {key: value for key, value in vars(self).items() if key not in ("_served", "_retired", "_names")}
+        return {
+            key: value for key, value in vars(self).items() if key not in ("_served", "_retired", "_released", "_names")
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _served=[], _retired=[], _names=WeakTensorKeyDictionary())
+        self.__dict__.update(
+            state, _served=[], _retired=[], _released=weakref.WeakSet(), _names=WeakTensorKeyDictionary()
+        )
 
 
 class _Served:

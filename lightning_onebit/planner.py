@@ -561,7 +561,7 @@ def fit_compute(measured: Sequence[tuple[Cluster, Job, str, float]]) -> float:
         Seconds; 0.0 where communication alone is predicted to take longer than the steps that were measured.
 
     Raises:
-        ValueError: nothing was measured, or a time is not positive.
+        ValueError: nothing was measured, a time is not positive, or a job has an option that none of the algorithms measured with it has.
 
     Example:
         >>> cluster, job = Cluster(gpus=8, bandwidth=1e9), Job(params=336_000_000, compute=0.0)
@@ -573,10 +573,14 @@ def fit_compute(measured: Sequence[tuple[Cluster, Job, str, float]]) -> float:
         raise ValueError("measured is empty; give at least one (cluster, job, method, seconds)")
     for *_, seconds in measured:
         check_number("seconds", seconds, above=0)
+    for _, job, *_ in measured:
+        names = [find_algorithm(name).name for _, other, name, _ in measured if other == job and name not in DENSE]
+        if names:
+            _check_effect(job, names)
 
     def error(compute: float) -> float:
         return sum(
-            (predict(cluster, replace(job, compute=compute), name).step_seconds / seconds - 1) ** 2
+            (_predict(cluster, replace(job, compute=compute), name).step_seconds / seconds - 1) ** 2
             for cluster, job, name, seconds in measured
         )
 

@@ -46,7 +46,7 @@ from lightning_onebit.comm import (
 )
 from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.arena import TRAINABLE_DTYPES
-from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_in
+from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
 from lightning_onebit.optim.options import check_integer
 from lightning_onebit.registry import Algorithm, check_options, find_algorithm, register
 
@@ -562,7 +562,7 @@ class OnebitMixin(_Base):
     def _check_clipping(self, trainer: Any) -> None:
         """Only one of the two clips."""
         limits = [o.options.max_grad_norm for o in self.onebit_optimizers if o.options.max_grad_norm is not None]
-        if trainer.gradient_clip_val is not None and limits:
+        if (trainer.gradient_clip_val or 0) > 0 and limits:  # by norm, or by value
             raise self._misconfiguration(
                 f"gradient_clip_val={trainer.gradient_clip_val} of the Trainer and max_grad_norm={limits[0]} of the optimizer would both "
                 "clip: give one of them."
@@ -893,6 +893,8 @@ class OnebitMixin(_Base):
 
     def _end_run(self) -> None:
         self._sync_backward = True
+        for plain, converted in self._converted.items():
+            stand_down(plain, converted)
         if self._run is not None:
             self._show_consensus()
             with torn_down_last(list(self._run.groups)):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -193,6 +194,14 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(arguments: list[str], env
     os.close(write)
     said = [line for line in done.stderr.splitlines() if not line.startswith("measured ")]
     assert done.returncode == 141 and not [line for line in said if "rror" in line or "pipe" in line], done.stderr
+
+
+@pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["plan", "--bogus"], 2), (PLAN, 0)])
+def test_commands_whose_output_is_closed_from_the_start_say_no_more(arguments: list[str], status: int) -> None:
+    command = f"exec {shlex.join([sys.executable, '-m', 'lightning_onebit.cli', *arguments])} >&-"
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=100, env=environment)
+    assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")

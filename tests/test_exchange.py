@@ -482,6 +482,28 @@ def test_reducer_looks_again_at_what_was_written_since_and_keeps_replaced_gradie
     assert run_ranks(reducer_memory_worker, 2) == [[(True, False, False, False), (True, False, True, False)]] * 2
 
 
+def wide_reducer_worker(rank: int, world: int, dtype: torch.dtype) -> Any:
+    """One gradient is missing on rank 1, one everywhere; the second round holds an infinity in its imaginary part, or a large number."""
+    params = [torch.nn.Parameter(torch.ones(3, dtype=dtype)) for _ in range(3)]
+    reducer = Reducer(params, Transport(Topology.create(), ByteLedger()), 1 << 20)
+    found = []
+    for value in (1.0, complex(0.0, float("inf")) if dtype.is_complex else 1e300):
+        params[0].grad = torch.full((3,), value, dtype=dtype)
+        params[1].grad = None if rank else torch.full((3,), 2.0, dtype=dtype)
+        params[2].grad = None
+        reducer.finish()
+        found.append(([None if p.grad is None else p.grad[0].item() for p in params], bool(reducer.finite())))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex64])
+@pytest.mark.filterwarnings("error:Casting complex values")
+def test_reducer_averages_float64_and_complex_gradients(dtype: torch.dtype) -> None:
+    for first, (grads, finite) in run_ranks(wide_reducer_worker, 2, dtype):
+        assert first == ([1.0, 1.0, None], True)
+        assert grads[1:] == [1.0, None] and finite == (dtype is torch.float64)
+
+
 # ----- topology --------------------------------------------------------------------------------------------------------------------
 
 

@@ -331,7 +331,7 @@ def test_ranks_agree_which_of_several_optimizers_a_backward_concerns() -> None:
         assert found["order"] == [True, True]
 
 
-def released(rank: int, world: int) -> dict[str, Any]:
+def released(rank: int, world: int, folder: str) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)
     fabric = launched("lightning.fabric", "zero_one_adam")
     found: dict[str, Any] = {"messages": [], "apart": []}
@@ -358,6 +358,9 @@ def released(rank: int, world: int) -> dict[str, Any]:
     with counting() as counted:
         fabric.backward(model(torch.ones(2, 6)).sum())
     found["seen"] = len(counted.seen)
+    # what differs by rank can be saved still
+    fabric.save(f"{folder}/released.ckpt", {"model": model, "optimizer": optimizer})
+    found["saved"] = len(list(Path(folder).glob("released.ckpt.onebit/*/rank-*.pt")))
     # once more, and twice: it keeps its state and its place
     again: Any = None
     for _ in range(2):
@@ -380,8 +383,9 @@ def released(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def test_an_optimizer_is_released_and_set_up_again() -> None:
-    for found in run_ranks(released, 2):
+def test_an_optimizer_is_released_and_set_up_again(tmp_path: Path) -> None:
+    for found in run_ranks(released, 2, str(tmp_path)):
+        assert found["saved"] == 2
         mismatch, twice, plain = found["messages"]
         assert "optimizer 0 of 2" in mismatch and "optimizer 1 of 2" in mismatch
         assert "FabricZeroOneAdam" not in twice and "ZeroOneAdam is none of the 0 optimizers" in twice

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import importlib
+import inspect
+from functools import partial
 from typing import Any
 
 import pytest
@@ -562,6 +564,9 @@ def keeps_its_optimizer(rank: int, world: int, folder: str) -> list[float]:
 
     def on_train_epoch_start(module: Any) -> None:
         module.own.param_groups[0]["lr"] = (1e-2, 1e-3, 0.0)[module.current_epoch]
+        if isinstance(module.trainer.strategy, strategy_class()):
+            with pytest.raises(RuntimeError, match="has been converted to OnebitAdam"):
+                module.own.step()
 
     for make in (lambda: "ddp", lambda: strategy_class()("onebit_adam", freeze_step=10**6)):
         path, module = f"{folder}/{len(found)}.ckpt", None
@@ -571,14 +576,71 @@ def keeps_its_optimizer(rank: int, world: int, folder: str) -> list[float]:
             trainer.fit(module, loader(), ckpt_path=path if epochs == 3 else None)
             trainer.save_checkpoint(path)
         found.append(module)
-    with pytest.raises(RuntimeError, match="has been converted to OnebitAdam"):
-        found[1].own.step()
     return [float((a - b).detach().abs().max()) for a, b in zip(*(m.parameters() for m in found), strict=True)]
 
 
 def test_a_module_that_sets_lr_through_the_optimizer_it_made_sets_what_trains(tmp_path: Any) -> None:
     for differences in run_ranks(keeps_its_optimizer, 2, str(tmp_path)):
         assert max(differences) < 1e-5
+
+
+@pytest.mark.parametrize("then", ["auto", "dense", "onebit_adam", "the same trainer", "a loop"])
+@pytest.mark.parametrize("decoupled", [False, True])
+def test_after_the_fit_a_converted_optimizer_is_the_programs_again(then: str, decoupled: bool) -> None:
+    import lightning.pytorch as pl
+
+    keywords: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+    if decoupled and "decoupled_weight_decay" not in inspect.signature(torch.optim.Adam).parameters:
+        pytest.skip("this torch has no decoupled weight decay in Adam")
+    kind: Any = partial(torch.optim.Adam, decoupled_weight_decay=True) if decoupled else torch.optim.AdamW
+    module = make_module(pl, lambda module: module.own, plain_net)
+    module.own = kind(module.parameters(), **keywords)
+    keys = set(module.own.param_groups[0])
+
+    def trainer_of(strategy: Any) -> Any:
+        return pl.Trainer(
+            accelerator="cpu", devices=1, strategy=strategy, max_steps=3, logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False,
+        )  # fmt: skip
+
+    first = trainer_of(strategy_class()("onebit_adam"))
+    first.fit(module, loader())
+    assert isinstance(first.optimizers[0], ob.OnebitAdam)
+    assert keys <= set(module.own.param_groups[0]) and "compress" not in module.own.param_groups[0]
+    module.own.param_groups[0]["lr"] = 0.5  # for what comes next
+    before = [p.detach().clone() for p in module.parameters()]
+    if then == "a loop":
+        module.own.step()
+    else:
+        if then == "the same trainer":
+            trainer = first
+            trainer.fit_loop.epoch_loop.max_steps = 6
+        else:
+            dense = strategy_class()("onebit_adam", convert_optimizers=False, other_optimizers="dense")
+            trainer = trainer_of(dense if then == "dense" else then)
+        trainer.fit(module, loader())
+        [trained] = trainer.optimizers
+        assert isinstance(trained, ob.OnebitAdam) == (then in ("onebit_adam", "the same trainer"))
+        assert trained.param_groups[0]["lr"] == 0.5
+        module.own.add_param_group({"params": torch.nn.Parameter(torch.ones(2))})
+    assert any(not torch.equal(a, b) for a, b in zip(before, module.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("limit", [None, 0, 0.5])
+def test_only_one_of_trainer_and_optimizer_clips(limit: float | None) -> None:
+    import lightning.pytorch as pl
+
+    module = make_module(pl, lambda module: module.trainer.strategy.optimizer(module.parameters(), lr=0.1), plain_net)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, strategy=strategy_class()("onebit_adam", freeze_step=2, max_grad_norm=1.0), max_steps=3,
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=limit,
+    )  # fmt: skip
+    refused = pytest.raises(
+        Exception, match="gradient_clip_val=0.5 of the Trainer and max_grad_norm=1.0 of the optimizer"
+    )
+    with refused if limit else contextlib.nullcontext():
+        trainer.fit(module, loader())
+    assert trainer.global_step == (0 if limit else 3)
 
 
 def unfreezes_late(rank: int, world: int) -> dict[str, Any]:

@@ -285,6 +285,17 @@ def test_fitting_compute_recovers_what_the_model_was_given() -> None:
     ]
     assert fit_compute(measured) == pytest.approx(BERT.compute, rel=1e-4)
     assert fit_compute([(NETWORK, BERT, "dense_fp32", 1e-3)]) == pytest.approx(0.0, abs=1e-6)
+    # an option of one of the algorithms that are measured with a job does not concern the others
+    local = replace(BERT, local_step_scaler=500)
+    mixed = [(NETWORK, local, name, seconds) for _, _, name, seconds in measured]
+    with pytest.raises(ValueError, match="local_step_scaler=500 has no effect"):
+        fit_compute(mixed)
+    silent = next(
+        p.step_seconds
+        for p in plan(NETWORK, local, ["zero_one_adam"]).predictions
+        if p.name == "zero_one_adam" and p.layout == "flat"
+    )
+    assert fit_compute([*mixed, (NETWORK, local, "zero_one_adam", silent)]) == pytest.approx(BERT.compute, rel=1e-3)
     with pytest.raises(ValueError, match="measured is empty"):
         fit_compute([])
     with pytest.raises(ValueError, match="seconds=0"):

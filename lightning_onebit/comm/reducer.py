@@ -66,11 +66,13 @@ class _DenseBucket:
         assert self.flat is not None
         if self._looked is None or self._looked[0] != self.flat._version:
             # one read at memory speed; a sum that overflows although every value is finite is looked at again, exactly
-            total = torch.isfinite(self.flat.sum(dtype=torch.float32))
+            flat = torch.view_as_real(self.flat) if self.dtype.is_complex else self.flat
+            wide = torch.float64 if flat.dtype is torch.float64 else torch.float32
+            total = torch.isfinite(flat.sum(dtype=wide))
             if self.device.type == "cpu" and not total:
-                total = torch.isfinite(self.flat).all()
+                total = torch.isfinite(flat).all()
             elif self.device.type != "cpu":
-                total = torch.isfinite(torch.linalg.vector_norm(self.flat, float("inf"), dtype=torch.float32))
+                total = torch.isfinite(torch.linalg.vector_norm(flat, float("inf"), dtype=wide))
             self._looked = self.flat._version, total
         return self._looked[1]
 
@@ -272,7 +274,7 @@ class Reducer:
             bucket.finite()  # while the next one is on its way
             here = [self.params[i].grad is not None for i in bucket.indices]
             # reading the slots synchronises with the device, so ask only about gradients that are missing here
-            anywhere = here if all(here) else [s > 0 for s in bucket.slots.tolist()]
+            anywhere = here if all(here) else [s.real > 0 for s in bucket.slots.tolist()]
             for k, i in enumerate(bucket.indices):
                 present[i] = here[k] or anywhere[k]
                 if self.params[i].numel() == 0:

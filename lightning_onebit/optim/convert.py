@@ -90,13 +90,21 @@ def stand_in(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
     """Makes a plain optimizer show what trains in its place, for whoever has kept it.
 
     A module that sets ``lr`` through an attribute of its own, or another library's scheduler, then sets what trains: both have the same
-    groups. ``plain.step()`` raises. Repeat it where ``converted`` has been given other groups (``load_state_dict``).
+    groups. ``plain.step()`` raises. Repeat it where ``converted`` has been given other groups (``load_state_dict``); `stand_down` ends it.
 
     Args:
         plain: what was converted.
-        converted: what trains.
+        converted: what trains. If ``plain`` stood in for it before, it takes over what has been set in ``plain`` since.
     """
+    if "_onebit_own" not in vars(plain):
+        for mine, theirs in zip(converted.param_groups, plain.param_groups, strict=False):
+            mine.update({name: theirs[name] for name in mine.keys() & theirs.keys() - {"params"}})
+        own = (*_UNSUPPORTED, *_IRRELEVANT)
+        vars(plain)["_onebit_own"] = [
+            {name: group[name] for name in own if name in group} for group in plain.param_groups
+        ]
     plain.param_groups = converted.param_groups
+    plain.add_param_group = converted.add_param_group  # type: ignore[method-assign]
     name = type(converted).__name__
 
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
@@ -106,6 +114,26 @@ def stand_in(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
         )
 
     plain.step = MethodType(step, plain)  # type: ignore[method-assign]
+
+
+def stand_down(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
+    """Gives a plain optimizer back to the program, with the hyperparameters that were set meanwhile and no state (``converted`` has it).
+
+    Args:
+        plain: what `stand_in` was called with; others are left alone.
+        converted: what has trained in its place.
+    """
+    own = vars(plain).pop("_onebit_own", None)
+    if own is None:
+        return
+    groups = [{name: value for name, value in group.items() if name != "compress"} for group in converted.param_groups]
+    own += [{}] * (len(groups) - len(own))  # groups that joined
+    plain.param_groups = [
+        {**plain.defaults, **mine, **group, "params": list(group["params"])}
+        for mine, group in zip(own, groups, strict=False)
+    ]
+    for name in ("step", "add_param_group"):
+        vars(plain).pop(name, None)
 
 
 def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
