@@ -636,7 +636,7 @@ def test_only_one_of_trainer_and_optimizer_clips(limit: float | None) -> None:
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, gradient_clip_val=limit,
     )  # fmt: skip
     refused = pytest.raises(
-        Exception, match="gradient_clip_val=0.5 of the Trainer and max_grad_norm=1.0 of the optimizer"
+        Exception, match=r"gradient_clip_val=0\.5 of the Trainer and max_grad_norm=1\.0 of the optimizer"
     )
     with refused if limit else contextlib.nullcontext():
         trainer.fit(module, loader())
