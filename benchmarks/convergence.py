@@ -563,6 +563,8 @@ BETAS = (0.5, 0.8, 0.9, 0.95)  # besides the default, 0.7
 # runs of seconds, whose loss varies by 5 % between seeds: these search, and more of them place the gaps that matter
 DIGITS_SEEDS, MANY_SEEDS, MOST_SEEDS = tuple(range(8)), tuple(range(24)), tuple(range(48))
 ALL_SEEDS = tuple(range(96))  # and these where a gap of the default options lies close to its target
+TWICE_ALL = tuple(range(192))  # and where it still does then
+FOUR_SEEDS, TEN_SEEDS = tuple(range(4)), tuple(range(10))
 # gaps as large as their target: 1-bit LAMB's with four workers
 NINE_SEEDS = tuple(range(9))
 SIXTEEN_SEEDS = tuple(range(16))  # search where eight find another best than more do
@@ -650,14 +652,14 @@ def studies() -> dict[str, list[Chain]]:
         ],
         "digits": [
             # at three lr: best on seeds 0 to 7 is the largest of them, on all the one between
-            digits("adamw", 1, refine=True, seeds=ALL_SEEDS, also=((1, False, ALL_SEEDS),), also_rungs=(-2, -1, 0)),
+            digits("adamw", 1, refine=True, seeds=ALL_SEEDS, also=((1, False, TWICE_ALL),), also_rungs=(-2, -1, 0)),
             digits(
                 "onebit_adam",
                 refine=True,
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
                 also_rungs=(-1, 0),
             ),
-            digits("onebit_adam", seeds=ALL_SEEDS, also=(four, (16, False, ALL_SEEDS))),
+            digits("onebit_adam", seeds=ALL_SEEDS, also=(four, (16, False, ALL_SEEDS), (64, False, FOUR_SEEDS))),
             digits("onebit_adam", seeds=MOST_SEEDS, variants=(LARGER,)),
             digits("onebit_adam", options=FROZEN, variants=frozen_floors),
             digits(
@@ -676,7 +678,14 @@ def studies() -> dict[str, list[Chain]]:
                 )
                 for options in ((), ALL_COUNT, DENSER)
             ),
-            digits("zero_one_adam", seeds=ALL_SEEDS, also=((2, True, MANY_SEEDS), four, (16, False, ALL_SEEDS))),
+            digits(
+                "zero_one_adam",
+                seeds=ALL_SEEDS,
+                also=((2, True, MANY_SEEDS), four, (16, False, TWICE_ALL), (64, False, FOUR_SEEDS)),
+            ),
+            # the neighbours of that lr with 16 workers
+            digits("zero_one_adam", also=((16, False, MOST_SEEDS),), also_rungs=(1,)),
+            digits("zero_one_adam", also=((16, False, TEN_SEEDS),), also_rungs=(-1,)),
             digits("zero_one_adam", options=DENSER, also=((16, False, MOST_SEEDS),)),
             # LAMB's best is sharp here: half a rung more or less costs 2 %
             digits(
@@ -696,7 +705,7 @@ def studies() -> dict[str, list[Chain]]:
                 seeds=ALL_SEEDS,
                 search=SIXTEEN_SEEDS,
                 # on seeds 0 to 15 the two are level, on all of them the lower one is better
-                also=((4, False, ALL_SEEDS), (2, True, MANY_SEEDS), four, (16, False, MANY_SEEDS)),
+                also=((4, False, ALL_SEEDS), (2, True, ALL_SEEDS), four, (16, False, MANY_SEEDS)),
                 also_rungs=(-0.5, 0),
             ),
             # with 16 workers all seeds, at the better lr only
@@ -705,14 +714,20 @@ def studies() -> dict[str, list[Chain]]:
                 refine=True,
                 fine=True,
                 search=SIXTEEN_SEEDS,
-                also=((16, False, ALL_SEEDS),),
+                also=((16, False, ALL_SEEDS), (64, False, FOUR_SEEDS)),
                 also_rungs=(-0.5,),
             ),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MANY_SEEDS, also=(four,)),
             digits("binsgdm", also=((2, True, DIGITS_SEEDS),)),
-            digits("binsgdm", 16, start=10, refine=True, seeds=tuple(range(15)), search=SEEDS),
+            digits(
+                *("binsgdm", 16, 10),
+                refine=True,
+                seeds=tuple(range(15)),
+                search=SEEDS,
+                also=((64, False, FOUR_SEEDS),),
+            ),
         ],
         # BinSGDM with a shorter memory of magnitudes, and with that losing what signs cannot say
         "overflow": [
