@@ -318,9 +318,9 @@ def measure_step(shapes: Sequence[tuple[int, ...]], repeats: int, bucket_mb: flo
 
     def same_memory() -> None:
         g.sum()
-        e.add_(g, alpha=1e-9)
+        e.addcmul_(g, r, value=1e-9)
         d.mul_(1.0)
-        x.add_(r, alpha=1e-9)
+        x.mul_(1.0)
 
     warm_up = 3
     candidates = {
