@@ -128,9 +128,8 @@ class FabricMixin(_Base):
         self._broadcast_buffers = broadcast_buffers
         self._served: list[_Served] = []  # in the order of set-up, alike on all ranks
         self._retired: list[_Served] = []  # gone on some rank, so that none can step them any more
-        self._released: weakref.WeakSet[OnebitOptimizer] = (
-            weakref.WeakSet()
-        )  # on all ranks alike; their state can still be saved
+        # on all ranks alike; their state can still be saved
+        self._released: weakref.WeakSet[OnebitOptimizer] = weakref.WeakSet()
         self._settle_due = False
         self._names = WeakTensorKeyDictionary()
         self._sync = True
