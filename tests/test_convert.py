@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_onebit import OnebitAdam
-from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers
+from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
 
 
 def parameters(count: int = 2) -> list[torch.nn.Parameter]:
@@ -187,3 +187,23 @@ def test_step_hooks_follow_and_their_handles_still_remove_them() -> None:
     handle.remove()
     step(made, 1)
     assert len(calls) == 1
+
+
+def test_what_is_set_and_added_between_two_fits_reaches_what_trains() -> None:
+    plain = torch.optim.AdamW(parameters(), lr=0.1, betas=(0.8, 0.99))
+    made = convert_adam(plain, OnebitAdam, {})
+    stand_in(plain, made)
+    plain.param_groups[0]["lr"] = 0.2
+    assert made.param_groups[0]["lr"] == 0.2
+    stand_down(plain, made)
+    assert plain.param_groups[0]["lr"] == 0.2 and plain.param_groups[0]["amsgrad"] is False
+    plain.param_groups[0]["lr"] = 0.3
+    assert made.param_groups[0]["lr"] == 0.2, "nothing reaches it while it does not train"
+    late = torch.nn.Parameter(torch.ones(2))
+    plain.add_param_group({"params": [late], "lr": 0.4})
+    stand_in(plain, made)
+    assert [group["lr"] for group in made.param_groups] == [0.3, 0.4]
+    assert made.param_groups[1]["params"][0] is late and made.param_groups[1]["betas"] == (0.8, 0.99)
+    stand_down(plain, made)
+    stand_down(plain, made)  # a run that ends twice
+    assert [group["lr"] for group in plain.param_groups] == [0.3, 0.4]

@@ -94,12 +94,15 @@ def stand_in(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
 
     Args:
         plain: what was converted.
-        converted: what trains. If ``plain`` stood in for it before, it takes over what has been set in ``plain`` since.
+        converted: what trains. If ``plain`` stood in for it before, it takes over what has been set in ``plain``, and the groups that
+            have joined it, since.
     """
     if "_onebit_own" not in vars(plain):
         for mine, theirs in zip(converted.param_groups, plain.param_groups, strict=False):
             mine.update({name: theirs[name] for name in mine.keys() & theirs.keys() - {"params"}})
         own = (*_UNSUPPORTED, *_IRRELEVANT)
+        for joined in plain.param_groups[len(converted.param_groups) :]:
+            converted.add_param_group({name: value for name, value in joined.items() if name not in own})
         vars(plain)["_onebit_own"] = [
             {name: group[name] for name in own if name in group} for group in plain.param_groups
         ]
