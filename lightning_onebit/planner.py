@@ -215,6 +215,11 @@ class Job:
         _check_count("var_rise_steps", self.var_rise_steps, least=0)
         _check_count("local_step_scaler", self.local_step_scaler, least=1, optional=True)
         _check_count("local_step_clipper", self.local_step_clipper, least=1)
+        if self.local_step_scaler is not None and self.local_step_clipper == 1:
+            raise ValueError(
+                f"local_step_scaler={self.local_step_scaler} has no effect with local_step_clipper=1, which means no local steps; "
+                "leave it out, or allow larger gaps"
+            )
         check_choice("server", self.server, SERVERS)
 
     @property

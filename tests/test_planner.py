@@ -214,7 +214,7 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
     job = replace(BERT, steps=152_511, warmup=12_500 / 152_511, local_step_scaler=32_678)
     found = predict(NETWORK, job, "zero_one_adam")
     assert found.dense_share == pytest.approx(153 / 152_511)
-    every = replace(job, local_step_clipper=1)
+    every = replace(job, local_step_scaler=None, local_step_clipper=1)
     spoken = found.node_bytes / predict(NETWORK, every, "zero_one_adam").node_bytes
     assert spoken == pytest.approx(74_199 / (152_511 - 153))
     assert found.step_seconds < predict(NETWORK, every, "zero_one_adam").step_seconds
@@ -466,6 +466,12 @@ def test_a_plot_reaches_4096_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (Job, {"params": 10, "compute": 1, "warmup": 1.5}, ValueError, "warmup=1.5"),
         (Job, {"params": 10, "compute": 1, "refresh_interval": 0}, ValueError, "refresh_interval=0"),
         (Job, {"params": 10, "compute": 1, "refresh_steps": 2}, ValueError, "refresh_steps=2 takes effect with"),
+        (
+            Job,
+            {"params": 10, "compute": 1, "local_step_scaler": 50, "local_step_clipper": 1},
+            ValueError,
+            "local_step_scaler=50 has no effect with local_step_clipper=1",
+        ),
         (Job, {"params": 10, "compute": 1, "gradient_bytes": 8}, ValueError, "gradient_bytes=8"),
         (Job, {"params": 10, "compute": 1, "block_size": 33}, ValueError, "block_size=33"),
         (Job, {"params": 10, "compute": 1, "overlap": "never"}, ValueError, "overlap='never'"),

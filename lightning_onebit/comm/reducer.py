@@ -43,6 +43,8 @@ class _DenseBucket:
         self.flat: Tensor | None = None
         self.views: list[Tensor] = []
         self.pending: Pending | None = None
+        # whether this rank has a gradient, as it was when it was filled in
+        self.here = [False] * len(indices)
         # (version of the buffer, verdict) of the last look for values that are not finite
         self._looked: tuple[int, Tensor] | None = None
         self.missing = len(indices)
@@ -89,8 +91,10 @@ class Reducer:
     Each gradient is multiplied by ``1/n`` into a flat bucket (as DDP does) and the bucket is summed over the ranks as
     soon as its last gradient has landed and all earlier buckets have been launched; what never lands is launched by
     ``finish()`` as zeros, so there is no ``find_unused_parameters`` to set. Afterwards ``.grad`` is a view of the
-    bucket: no copy back, and the tensor autograd made is freed. A parameter without a gradient on all ranks keeps
-    ``.grad is None``.
+    bucket: no copy back. A parameter without a gradient on all ranks keeps ``.grad is None``.
+
+    Once a bucket is on its way and another gradient lands, ``.grad`` of its parameters is None until ``finish()``: backward makes its
+    next gradients in the memory of those, so that the model's gradients are never there twice.
 
     Args:
         params: parameters of any floating dtype; buckets follow their reverse order and never mix dtypes.
@@ -120,6 +124,8 @@ class Reducer:
         self._selected = set(self._lanes)
         self._armed = False
         self._next = 0
+        # buckets, in order, whose gradients have been given back
+        self._given_back = 0
         # gradients that averages have replaced, kept until the next backward takes their memory: given back at once, an
         # allocator hands it to the system and every step pays for its pages anew
         self._spent: list[Tensor] = []
@@ -215,6 +221,7 @@ class Reducer:
         if param.grad is not None and param.grad.layout is not torch.strided:
             return  # a sparse gradient: the optimizer refuses it by the parameter's name
         bucket, k = self._place[index]
+        self._give_back()
         if self._ready[index]:
             in_place = param.grad is not None and param.grad.data_ptr() == bucket.views[k].data_ptr()
             if bucket.pending is not None or in_place:
@@ -229,11 +236,19 @@ class Reducer:
         bucket.missing -= 1
         self._launch_ready()
 
+    def _give_back(self) -> None:
+        """Lets go of the gradients of buckets that are on their way; not sooner, for hooks that run after this one's to see theirs."""
+        for bucket in self._buckets[self._given_back : self._next]:
+            for i in bucket.indices:
+                self.params[i].grad = None
+        self._given_back = self._next
+
     @torch.no_grad()
     def _fill(self, index: int) -> None:
         bucket, k = self._place[index]
         bucket.allocate()
         grad, view = self.params[index].grad, bucket.views[k]
+        bucket.here[k] = grad is not None
         share = 1.0 / self.transport.size
         if grad is None:
             view.zero_()
@@ -272,7 +287,7 @@ class Reducer:
             bucket.pending.wait()
             bucket.pending, bucket._looked = None, None
             bucket.finite()  # while the next one is on its way
-            here = [self.params[i].grad is not None for i in bucket.indices]
+            here = bucket.here
             # reading the slots synchronises with the device, so ask only about gradients that are missing here
             anywhere = here if all(here) else [s.real > 0 for s in bucket.slots.tolist()]
             for k, i in enumerate(bucket.indices):
@@ -294,7 +309,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._armed = False
-        self._next = 0
+        self._next = self._given_back = 0
         self._ready = [False] * len(self.params)
         for bucket in self._buckets:
             bucket.missing = len(bucket.indices)
