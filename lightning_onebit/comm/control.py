@@ -61,13 +61,12 @@ def control_round(
     """
     bits = np.packbits(np.array(present, dtype=bool), bitorder="little")
     payload = _HEADER.pack(sum_squares, non_finite) + bits.tobytes()
-    rows = _gather_bytes(transport, payload, device, "control round (norm, non-finite flags, presence of gradients)")
-    total, bad, merged = 0.0, 0, np.zeros_like(bits)
-    for row in rows:
-        squares, flags = _HEADER.unpack(row[: _HEADER.size])
+    rows = _gather_rows(transport, payload, device, "control round (norm, non-finite flags, presence of gradients)")
+    total, bad = 0.0, 0
+    for squares, flags in _HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()):
         total += squares
         bad += flags
-        merged |= np.frombuffer(row, dtype=np.uint8, offset=_HEADER.size)
+    merged = np.bitwise_or.reduce(rows[:, _HEADER.size :], axis=0)
     anywhere = np.unpackbits(merged, count=len(present), bitorder="little").astype(bool)
     return Control(total, bad == 0, tuple(anywhere.tolist()), len(rows))
 
@@ -135,9 +134,14 @@ def _first_difference(subject: str, mine: list[str], rank: int, other: list[str]
     )
 
 
-def _gather_bytes(transport: Transport, payload: bytes, device: torch.device, what: str) -> list[bytes]:
+def _gather_rows(transport: Transport, payload: bytes, device: torch.device, what: str) -> np.ndarray:
+    """Every rank's payload, of one length everywhere: uint8 ``(ranks, len(payload))``."""
     device = transport.device(device)
     mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
     out = torch.empty((transport.size, len(payload)), dtype=torch.uint8, device=device)
     transport.all_gather(out, mine, transport.topology.group, what=what, link=None).wait()
-    return [bytes(row.tolist()) for row in out.cpu()]
+    return out.cpu().numpy()
+
+
+def _gather_bytes(transport: Transport, payload: bytes, device: torch.device, what: str) -> list[bytes]:
+    return [row.tobytes() for row in _gather_rows(transport, payload, device, what)]

@@ -267,6 +267,8 @@ class OnebitOptimizer(StatefulOptimizer):
     def begin_backward(self, sync: bool = True) -> None:
         """Announces a backward pass, so that dense averaging can overlap with it.
 
+        Gradients that are on their way have ``.grad`` None until ``sync_gradients()`` or ``step()``, which bring the averages.
+
         Args:
             sync: False for a micro-batch whose gradients are only accumulated.
         """
