@@ -89,7 +89,8 @@ class OnebitMixin(_Base):
         convert_optimizers: whether a plain Adam or AdamW becomes the algorithm's optimizer.
         broadcast_buffers: whether buffers follow rank 0's during training, as with DDP.
         overlap_dense: whether dense averaging overlaps with backward; False for models that run a parameter's backward hooks more
-            than once in a backward (re-entrant activation checkpointing).
+            than once in a backward (re-entrant activation checkpointing). It begins after backward where the module has a
+            ``backward()`` of its own.
         hierarchical: whether ranks of a node average first and share the work of the exchange between nodes: ``"auto"`` (with more
             than one node and more than one rank per node), True or False.
         ranks_per_node: overrides how many consecutive ranks count as a node (one machine can play several).
@@ -410,6 +411,8 @@ class OnebitMixin(_Base):
             return
         run = self._run
         assert run is not None
+        # a backward of the module's own may look at gradients, or change them, before it ends
+        overlap = self._overlap_dense and not _has_own_backward(self.lightning_module)
         names: dict[Tensor, str] = {p: name for name, p in self.lightning_module.named_parameters()}
         ranks_per_node = self._node_size() if self.onebit_optimizers else 1
         for optimizer in self.onebit_optimizers:
@@ -420,11 +423,9 @@ class OnebitMixin(_Base):
                 ranks_per_node=ranks_per_node,
                 timeout=min(self._timeout, limit) if self._timeout is not None else limit,
                 parameter_names=names,
-                overlap_dense=self._overlap_dense,
+                overlap_dense=overlap,
             )
-        run.dense = _DenseAverage(
-            self.lightning_module, self.onebit_optimizers, self._connect_dense, self._overlap_dense
-        )
+        run.dense = _DenseAverage(self.lightning_module, self.onebit_optimizers, self._connect_dense, overlap)
         # Creating a group ends on one rank before the others have connected. A rank that raises next (a callback that refuses an
         # option, say) would close its connections, and they would report that instead of the reason.
         self.barrier()
@@ -557,6 +558,12 @@ class OnebitMixin(_Base):
             raise self._misconfiguration(
                 'overlap="backward" sends gradients while precision="16-mixed" still has the loss scale in them: use '
                 'overlap="step", or precision="bf16-mixed".'
+            )
+        if early and _has_own_backward(self.lightning_module):
+            raise self._misconfiguration(
+                f'overlap="backward" sends gradients as they come, and the backward() of {type(self.lightning_module).__name__} may change '
+                'them, or add to them, after that: use overlap="step", or Lightning\'s own backward (gradients may be changed in tensor '
+                "hooks)."
             )
 
     def _check_clipping(self, trainer: Any) -> None:
@@ -1182,6 +1189,14 @@ def _check_hierarchy(hierarchical: Any, ranks_per_node: Any) -> None:
 
 def _listed(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _has_own_backward(module: Any) -> bool:
+    """Whether ``backward`` of a LightningModule is not Lightning's."""
+    if "backward" in vars(module):
+        return True
+    owner = next(cls for cls in type(module).__mro__ if "backward" in vars(cls))
+    return not owner.__module__.startswith(tuple(f"{package}." for package in PACKAGES.values()))
 
 
 def _asynchronous(checkpoint_io: Any) -> bool:

@@ -176,6 +176,41 @@ def test_dense_averaging_overlaps_with_backward_unless_turned_off() -> None:
             assert found[f"{name}, off"] and max(found[f"{name}, off"]) == 0
 
 
+def own_backward(rank: int, world: int, tree: str) -> list[Any]:
+    """A module that looks at gradients and changes them within its own backward, and one that runs two of them there."""
+    pl = enter(rank, tree)
+
+    def doubled(module: Any, loss: Tensor, *_: Any, **__: Any) -> None:
+        loss.backward()
+        for p in module.parameters():
+            p.grad.mul_(2.0)
+
+    def twice(module: Any, loss: Tensor, *_: Any, **__: Any) -> None:
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    def scaled(module: Any, batch: Any, _: int) -> Tensor:
+        return 2.0 * torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1])
+
+    found = []
+    for options in ({"other_optimizers": "dense"}, {}):
+        configure = sgd if options else onebit(1000, bucket_mb=300 / 2**20)
+        states = []
+        for attributes in ({"training_step": scaled}, {"backward": doubled}, {"backward": twice}):
+            module = make_module(pl, configure, seed=rank, **attributes)
+            quiet_trainer(pl, strategy_class(tree)(**options)).fit(module, loader())
+            states.append(module.state_dict())
+        found.append([differing(states[0], state) for state in states[1:]])
+        found.append(same_on_all_ranks(states[1]))
+    return found
+
+
+@pytest.mark.parametrize("tree", ["lightning", "pytorch_lightning"])
+def test_a_backward_of_the_modules_own_sees_and_changes_gradients_before_they_are_averaged(tree: str) -> None:
+    for found in run_ranks(own_backward, 2, tree):
+        assert found == [[[], []], [], [[], []], []]
+
+
 # ----- warm-up ----------------------------------------------------------------------------------------------------------
 
 

@@ -487,6 +487,11 @@ REFUSED: dict[str, dict[str, Any]] = {
         "trainer": lambda: {"plugins": [scaled_precision()]},
         "words": ["16-mixed", 'overlap="step"'],
     },
+    "own backward with early exchange": {
+        "configure": onebit(None, overlap="backward"),
+        "attributes": {"backward": lambda module, loss: loss.backward()},
+        "words": ['overlap="backward"', "backward() of Module", 'overlap="step"'],
+    },
 }
 
 
@@ -506,7 +511,7 @@ def refuse(rank: int, world: int) -> dict[str, str | None]:
         if name == "complex parameters" and not gloo_carries(torch.complex64):
             messages[name] = None
             continue
-        attributes = {"automatic_optimization": not case.get("manual", False)}
+        attributes = {"automatic_optimization": not case.get("manual", False), **case.get("attributes", {})}
         module = make_module(pl, case["configure"], case.get("net", plain_net), **attributes)
         strategy = strategy_class()(**case.get("options", {}))
         trainer = quiet_trainer(pl, strategy, **case.get("trainer", dict)())
