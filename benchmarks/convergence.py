@@ -586,6 +586,8 @@ TO_THE_END: Options = (("preconditioned", True), ("var_decay", "refresh"), ("var
 OVER_TIME: Options = (("preconditioned", True), ("var_freeze_step", 1200), *ALL_COUNT)
 # 0/1 Adam whose refreshes before the freeze grow rarer after 64 of them in the place of 16
 DENSER: Options = (*ALL_COUNT, ("var_update_scaler", 64))
+# and whose steps before the freeze all are (of 240, but for the last few)
+ALL_DENSE: Options = (*ALL_COUNT, ("var_update_scaler", 236))
 # blocks sent with a quarter more than their root mean square, as 1-bit LAMB does
 LARGER: Options = (("scale_factor", 1.25),)
 # 1-bit Adam whose frozen variance is refreshed by 4 dense steps now and then
@@ -659,7 +661,7 @@ def studies() -> dict[str, list[Chain]]:
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
                 also_rungs=(-1, 0),
             ),
-            digits("onebit_adam", seeds=ALL_SEEDS, also=(four, (16, False, ALL_SEEDS), (64, False, FOUR_SEEDS))),
+            digits("onebit_adam", seeds=ALL_SEEDS, also=(four, (16, False, ALL_SEEDS), (64, False, MANY_SEEDS))),
             digits("onebit_adam", seeds=MOST_SEEDS, variants=(LARGER,)),
             digits("onebit_adam", options=FROZEN, variants=frozen_floors),
             digits(
@@ -681,12 +683,13 @@ def studies() -> dict[str, list[Chain]]:
             digits(
                 "zero_one_adam",
                 seeds=ALL_SEEDS,
-                also=((2, True, MANY_SEEDS), four, (16, False, TWICE_ALL), (64, False, FOUR_SEEDS)),
+                also=((2, True, MANY_SEEDS), four, (16, False, TWICE_ALL), (64, False, MANY_SEEDS)),
             ),
             # the neighbours of that lr with 16 workers
             digits("zero_one_adam", also=((16, False, MOST_SEEDS),), also_rungs=(1,)),
             digits("zero_one_adam", also=((16, False, TEN_SEEDS),), also_rungs=(-1,)),
             digits("zero_one_adam", options=DENSER, also=((16, False, MOST_SEEDS),)),
+            digits("zero_one_adam", 16, options=ALL_DENSE, seeds=ALL_SEEDS),
             # LAMB's best is sharp here: half a rung more or less costs 2 %
             digits(
                 "lamb",
@@ -728,6 +731,7 @@ def studies() -> dict[str, list[Chain]]:
                 search=SEEDS,
                 also=((64, False, FOUR_SEEDS),),
             ),
+            digits("binsgdm", 64, 10, refine=True, seeds=MANY_SEEDS, search=(0, 1)),
         ],
         # BinSGDM with a shorter memory of magnitudes, and with that losing what signs cannot say
         "overflow": [
