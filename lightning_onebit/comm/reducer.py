@@ -94,7 +94,8 @@ class Reducer:
     bucket: no copy back. A parameter without a gradient on all ranks keeps ``.grad is None``.
 
     Once a bucket is on its way and another gradient lands, ``.grad`` of its parameters is None until ``finish()``: backward makes its
-    next gradients in the memory of those, so that the model's gradients are never there twice.
+    next gradients in the memory of those, so that the model's gradients are never there twice. Parameters with further
+    post-accumulate hooks keep theirs.
 
     Args:
         params: parameters of any floating dtype; buckets follow their reverse order and never mix dtypes.
@@ -237,10 +238,14 @@ class Reducer:
         self._launch_ready()
 
     def _give_back(self) -> None:
-        """Lets go of the gradients of buckets that are on their way; not sooner, for hooks that run after this one's to see theirs."""
+        """Lets go of the gradients of buckets that are on their way, unless somebody else's hook waits for them too.
+
+        Another optimizer of the same parameter, say, which sends its bucket when the last of its gradients has landed.
+        """
         for bucket in self._buckets[self._given_back : self._next]:
             for i in bucket.indices:
-                self.params[i].grad = None
+                if len(getattr(self.params[i], "_post_accumulate_grad_hooks", None) or ()) <= 1:
+                    self.params[i].grad = None
         self._given_back = self._next
 
     @torch.no_grad()
