@@ -717,7 +717,7 @@ def studies() -> dict[str, list[Chain]]:
                 refine=True,
                 fine=True,
                 search=SIXTEEN_SEEDS,
-                also=((16, False, ALL_SEEDS), (64, False, FOUR_SEEDS)),
+                also=((16, False, ALL_SEEDS), (64, False, SIXTEEN_SEEDS)),
                 also_rungs=(-0.5,),
             ),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
