@@ -5,8 +5,8 @@
     python benchmarks/convergence.py --report            tables and plots from the runs there are
 
 Every run is one line of ``benchmarks/results/convergence_runs.jsonl``; a run that is there is not repeated, so an
-interrupted study continues. ``convergence.json`` holds the summary, ``convergence_*.png`` the plots; docs/convergence.md
-discusses both. Nothing is downloaded: the data are the standard library's text and scikit-learn's digits.
+interrupted study continues. ``convergence.json`` holds the summary, ``convergence_*.png`` the plots, docs/convergence-tables.md every
+row; docs/convergence.md discusses them. Nothing is downloaded: the data are the standard library's text and scikit-learn's digits.
 
 The global batch is the same whatever the number of workers, so an uncompressed optimizer computes the same run in every
 world (up to the order of sums) and is run once, on one process. Compressed worlds of 2 and 4 workers run in real
@@ -53,6 +53,14 @@ from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam 
 
 RESULTS = HERE / "results"
 RUNS = RESULTS / "convergence_runs.jsonl"
+TABLES = HERE.parent / "docs" / "convergence-tables.md"
+TABLES_HEAD = """# Convergence: every row
+
+Written by `python benchmarks/convergence.py --report` from
+[`convergence_runs.jsonl`](../benchmarks/results/convergence_runs.jsonl); [convergence](convergence.md) says what was run and what it
+means. Options name what differs from the defaults of the study. Losses and accuracies are means over seeds, losses ± their standard
+deviation; gaps to the uncompressed twin are means ± standard error, seed by seed, each optimizer at its own best lr, the twin at the one
+that is best on the row's seeds."""
 
 Params = dict[str, Tensor]
 Options = tuple[tuple[str, float | str], ...]
@@ -1006,7 +1014,7 @@ def _finite(value: float | None) -> float | None:
 
 
 def report() -> None:
-    """Writes ``convergence.json``, ``convergence_tables.md`` and the plots."""
+    """Writes ``convergence.json``, the page of tables and the plots."""
     records = list({record["key"]: record for record in read_runs()}.values())
     rows = summarise(records)
     summary = [
@@ -1038,7 +1046,7 @@ def report() -> None:
     floors = [row for row in rows if _in_floor_study(row)]
     if floors:
         parts.append(f"## denominator floor (1-bit Adam, 4 workers)\n\n{floor_table(floors)}")
-    (RESULTS / "convergence_tables.md").write_text("\n\n".join(parts) + "\n")
+    TABLES.write_text("\n\n".join([TABLES_HEAD, *parts]) + "\n")
     plot(records, rows)
     print("\n\n".join(parts))
 
