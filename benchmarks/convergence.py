@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -1013,6 +1013,19 @@ def _finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
+def tables(rows: Sequence[Row]) -> str:
+    """The page of all rows, one table per task and that of the denominator floors."""
+    parts = [TABLES_HEAD]
+    for name in TASKS:
+        own = [row for row in rows if row.world[0] == name and _in_main_table(row)]
+        if own:
+            parts.append(f"## {name}\n\n{table(own)}")
+    floors = [row for row in rows if _in_floor_study(row)]
+    if floors:
+        parts.append(f"## denominator floor (1-bit Adam, 4 workers)\n\n{floor_table(floors)}")
+    return "\n\n".join(parts) + "\n"
+
+
 def report() -> None:
     """Writes ``convergence.json``, the page of tables and the plots."""
     records = list({record["key"]: record for record in read_runs()}.values())
@@ -1038,17 +1051,10 @@ def report() -> None:
     tasks = {name: asdict(task) for name, task in TASKS.items()}
     text = json.dumps({"tasks": tasks, "rows": summary, "runs": len(records), "torch": torch.__version__}, indent=1)
     (RESULTS / "convergence.json").write_text(text + "\n")
-    parts = []
-    for name in TASKS:
-        own = [row for row in rows if row.world[0] == name and _in_main_table(row)]
-        if own:
-            parts.append(f"## {name}\n\n{table(own)}")
-    floors = [row for row in rows if _in_floor_study(row)]
-    if floors:
-        parts.append(f"## denominator floor (1-bit Adam, 4 workers)\n\n{floor_table(floors)}")
-    TABLES.write_text("\n\n".join([TABLES_HEAD, *parts]) + "\n")
+    text = tables(rows)
+    TABLES.write_text(text)
     plot(records, rows)
-    print("\n\n".join(parts))
+    print(text.removeprefix(TABLES_HEAD).strip())
 
 
 def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:

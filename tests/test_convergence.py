@@ -165,6 +165,13 @@ def test_the_report_compares_each_optimizer_at_its_best_lr_with_its_twin_seed_by
     assert "1% **missed**" in convergence.table(rows)
 
 
+def test_the_page_of_all_rows_is_that_of_the_runs() -> None:
+    records = list({record["key"]: record for record in convergence.read_runs()}.values())
+    assert convergence.TABLES.read_text() == convergence.tables(convergence.summarise(records)), (
+        "write it anew: python benchmarks/convergence.py --report"
+    )
+
+
 # ----- linear regression --------------------------------------------------------------------------------------------------------
 
 REGRESSION_STEPS = 400

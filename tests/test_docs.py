@@ -108,6 +108,18 @@ def test_numbers_that_pages_quote_are_those_of_the_study() -> None:
     assert checked == len(names)
 
 
+def test_gaps_that_pages_quote_are_rows_of_the_study() -> None:
+    """The notes also compare runs of other learning rates with each other; elsewhere two decimals say that a number is a row's."""
+    rows = (DOCS / "convergence-tables.md").read_text()
+    quoted = 0
+    for page in PAGES:
+        if page not in ("convergence-notes.md", "convergence-tables.md"):
+            gaps = re.findall(r"[+-]\d+\.\d\d% ± \d+\.\d\d%", (DOCS / page).read_text())
+            assert not [gap for gap in gaps if gap not in rows], page
+            quoted += len(gaps)
+    assert quoted > 50
+
+
 def test_files_that_pages_name_exist() -> None:
     for page in PAGES:
         for name in re.findall(
