@@ -448,9 +448,10 @@ def train_real(job: Job) -> dict[str, Any] | None:
                 process.kill()
 
 
-def run_job(job: Job) -> dict[str, Any]:
-    """Runs a job (or finds its result) and returns its record."""
-    for record in read_runs():
+def run_job(job: Job, runs: Path | None = None) -> dict[str, Any]:
+    """Runs a job (or finds its result) and returns its record; ``runs``: another file than the study's."""
+    runs = runs or RUNS
+    for record in read_runs(runs):
         if record["key"] == job.key:
             return record
     torch.set_num_threads(1)
@@ -468,16 +469,17 @@ def run_job(job: Job) -> dict[str, Any]:
     if not math.isfinite(result["loss"]):
         result["loss"] = math.inf
     record = {"key": job.key, **asdict(job), **result, "seconds": round(time.perf_counter() - start, 1)}
-    RESULTS.mkdir(exist_ok=True)
-    with RUNS.open("a") as file:  # one write of one line: runs of several processes do not mix
+    runs.parent.mkdir(exist_ok=True)
+    with runs.open("a") as file:  # one write of one line: runs of several processes do not mix
         file.write(json.dumps(record) + "\n")
     return record
 
 
-def read_runs() -> Iterator[dict[str, Any]]:
-    """All records there are."""
-    if RUNS.exists():
-        for line in RUNS.read_text().splitlines():
+def read_runs(runs: Path | None = None) -> Iterator[dict[str, Any]]:
+    """All records there are, of the study or in another file."""
+    runs = runs or RUNS
+    if runs.exists():
+        for line in runs.read_text().splitlines():
             if line.endswith("}"):
                 yield json.loads(line)
 
@@ -613,8 +615,8 @@ def studies() -> dict[str, list[Chain]]:
         changed = {"beta": beta, "magnitude_beta": beta, "server": server}
         return tuple((name, changed.get(name, value)) for name, value in PAPERS_BINSGDM)
 
-    # what is computed is the same in processes as simulated (tests/test_simulation.py): few seeds show it
-    two, four = (2, True, SEEDS), (4, True, SEEDS)
+    # what is computed is the same in processes as simulated (tests/test_simulation.py): few seeds show it, but on digits
+    two, four, many = (2, True, SEEDS), (4, True, SEEDS), (4, True, MANY_SEEDS)
     one_of_four = (4, True, (0,))
     sixteen, sixty_four = (16, False, SEEDS), (64, False, SEEDS)
 
@@ -669,7 +671,7 @@ def studies() -> dict[str, list[Chain]]:
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
                 also_rungs=(-1, 0),
             ),
-            digits("onebit_adam", seeds=ALL_SEEDS, also=(four, (16, False, ALL_SEEDS), (64, False, MANY_SEEDS))),
+            digits("onebit_adam", seeds=ALL_SEEDS, also=(many, (16, False, ALL_SEEDS), (64, False, MANY_SEEDS))),
             digits("onebit_adam", seeds=MOST_SEEDS, variants=(LARGER,)),
             digits("onebit_adam", options=FROZEN, variants=frozen_floors),
             digits(
@@ -691,13 +693,18 @@ def studies() -> dict[str, list[Chain]]:
             digits(
                 "zero_one_adam",
                 seeds=ALL_SEEDS,
-                also=((2, True, MANY_SEEDS), four, (16, False, TWICE_ALL), (64, False, MANY_SEEDS)),
+                also=((2, True, MANY_SEEDS), many, (16, False, TWICE_ALL), (64, False, MANY_SEEDS)),
             ),
             # the neighbours of that lr with 16 workers
             digits("zero_one_adam", also=((16, False, MOST_SEEDS),), also_rungs=(1,)),
             digits("zero_one_adam", also=((16, False, TEN_SEEDS),), also_rungs=(-1,)),
             digits("zero_one_adam", options=DENSER, also=((16, False, MOST_SEEDS),)),
-            digits("zero_one_adam", 16, options=ALL_DENSE, seeds=ALL_SEEDS),
+            digits("zero_one_adam", 16, options=ALL_DENSE, seeds=ALL_SEEDS, also=((64, False, MANY_SEEDS),)),
+            # the neighbours with 64 workers; the better one of each with all the seeds
+            digits("onebit_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1,)),
+            digits("onebit_adam", also=((64, False, MANY_SEEDS),), also_rungs=(1,)),
+            digits("zero_one_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(1,)),
+            digits("zero_one_adam", also=((64, False, MANY_SEEDS),), also_rungs=(-1,)),
             # LAMB's best is sharp here: half a rung more or less costs 2 %
             digits(
                 "lamb",
@@ -725,13 +732,21 @@ def studies() -> dict[str, list[Chain]]:
                 refine=True,
                 fine=True,
                 search=SIXTEEN_SEEDS,
-                also=((16, False, ALL_SEEDS), (64, False, SIXTEEN_SEEDS)),
+                also=(many, (16, False, ALL_SEEDS), (64, False, MANY_SEEDS)),
                 also_rungs=(-0.5,),
+            ),
+            digits(
+                "onebit_lamb",
+                refine=True,
+                fine=True,
+                search=SIXTEEN_SEEDS,
+                also=((64, False, DIGITS_SEEDS),),
+                also_rungs=(-1, 0),
             ),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
-            digits("binsgdm", refine=True, seeds=MANY_SEEDS, also=(four,)),
-            digits("binsgdm", also=((2, True, DIGITS_SEEDS),)),
+            digits("binsgdm", refine=True, seeds=MANY_SEEDS, also=(many,)),
+            digits("binsgdm", also=((2, True, MANY_SEEDS),)),
             digits(
                 *("binsgdm", 16, 10),
                 refine=True,

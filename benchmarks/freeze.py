@@ -17,7 +17,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import convergence
 import torch
 from _common import machine_info, write_json
 from convergence import DIGITS_SEEDS, MOMENTUM, RESULTS, SEEDS, TASKS, Job, read_runs, run_job, schedule
@@ -25,7 +24,7 @@ from convergence import DIGITS_SEEDS, MOMENTUM, RESULTS, SEEDS, TASKS, Job, read
 from lightning_onebit.callbacks.freeze import DEFAULT_THRESHOLD, LearningRateWatch, StabilityRule, volume_reduction
 from lightning_onebit.optim import OnebitAdam
 
-convergence.RUNS = RESULTS / "freeze_runs.jsonl"
+RUNS = RESULTS / "freeze_runs.jsonl"
 REPORT = RESULTS / "freeze.json"
 WORKERS = 4
 # task -> learning rate (the best one of the convergence study for 1-bit Adam), beta2, seeds
@@ -95,7 +94,7 @@ def plan(task: str) -> dict[str, list[tuple[Job, float]]]:
 
 def report() -> str:
     """Write ``freeze.json`` and return the tables, with what is there."""
-    found = {record["key"]: record for record in read_runs()}
+    found = {record["key"]: record for record in read_runs(RUNS)}
     summary: dict[str, Any] = {"machine": machine_info(), "workers": WORKERS, "cases": {}}
     text = []
     for task in CASES:
@@ -140,7 +139,7 @@ def main() -> None:
             rows = plan(task).values()
             for jobs in zip(*rows, strict=True):  # seed by seed
                 for each, _ in jobs:
-                    record = run_job(each)
+                    record = run_job(each, RUNS)
                     print(f"{task} seed {each.seed} {dict(each.options)} loss {record['loss']:.4f}", flush=True)
     print(report())
     print(f"\n{REPORT.relative_to(Path(__file__).resolve().parents[1])}")

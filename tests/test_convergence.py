@@ -141,7 +141,6 @@ def test_the_search_for_lr_ends_with_the_best_inside_the_grid(monkeypatch: pytes
 
 def test_a_run_that_is_there_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(convergence, "RUNS", tmp_path / "runs.jsonl")
-    monkeypatch.setattr(convergence, "RESULTS", tmp_path)
     monkeypatch.setitem(convergence.TASKS, "brief", convergence.Task("brief", steps=10, batch=8))
     job = convergence.Job("brief", "adamw", 1e-3)
     first = convergence.run_job(job)
