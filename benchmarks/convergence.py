@@ -1072,6 +1072,16 @@ def report() -> None:
     print(text.removeprefix(TABLES_HEAD).strip())
 
 
+# curves of the plot by workers
+WORKER_CURVES = {
+    "binsgdm": "BinSGDM",
+    " ".join(["binsgdm", *(f"{name}={value}" for name, value in PAPERS_BINSGDM)]): "BinSGDM, the paper's rule",
+    "onebit_adam": "1-bit Adam",
+    "zero_one_adam": "0/1 Adam",
+    "onebit_lamb": "1-bit LAMB",
+}
+
+
 def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
     """Loss curves, loss by lr, gap by number of workers."""
     import matplotlib
@@ -1114,23 +1124,28 @@ def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
     figure.savefig(RESULTS / "convergence_curves.png", dpi=110)
     plt.close(figure)
 
-    figure, axis = plt.subplots(figsize=(8, 4.2))
-    # defaults, and BinSGDM as its paper has it
-    text = [row for row in plain if row.world[0] == "text" and row.world[2] in ((), PAPERS_BINSGDM)]
-    for k, label in enumerate(sorted({row.label for row in text if row.gap is not None})):
-        points = sorted(
-            (row.world[3], 100 * row.gap)
-            for row in text
-            if row.label == label and row.gap is not None and math.isfinite(row.gap) and not row.world[4]
-        )
-        label = "binsgdm, the paper's rule" if "denominator_floor" in label else label
-        axis.plot(*zip(*points, strict=True), marker="ov^s"[k % 4], color=f"C{k % 10}", label=label)
-    axis.axhspan(-100, 1, color="0.92", zorder=0, label="within 1 %")
-    axis.axhline(2, color="0.6", linestyle=":", label="2 % (BinSGDM)")
-    axis.set(title="text: gap to AdamW, simulated workers", xlabel="workers", ylabel="%", ylim=(-6, 6))
-    axis.set_xscale("log", base=2)
-    axis.set_xticks([4, 16, 64], ["4", "16", "64"])
-    axis.legend(fontsize=8, loc="upper left")
+    figure, panels = plt.subplots(1, 2, figsize=(11, 4.4), sharey=True)
+    for axis, name in zip(panels, ("text", "digits"), strict=True):
+        shown = [
+            row for row in plain if row.world[0] == name and row.world[2] in ((), PAPERS_BINSGDM) and not row.world[4]
+        ]
+        for k, label in enumerate(WORKER_CURVES):
+            points = sorted(
+                (row.world[3], 100 * row.gap, 100 * (row.gap_error or 0.0))
+                for row in shown
+                if row.label == label and row.gap is not None and math.isfinite(row.gap)
+            )
+            if len(points) > 1:
+                x, y, error = zip(*points, strict=True)
+                x = [workers * 1.03 ** (k - 2) for workers in x]  # side by side
+                axis.errorbar(x, y, error, marker="ov^sD"[k], color=f"C{k}", label=WORKER_CURVES[label], capsize=2)
+        axis.axhspan(-100, 1, color="0.92", zorder=0, label="within 1 %")
+        axis.axhline(2, color="0.6", linestyle=":", label="2 % (BinSGDM)")
+        axis.set(title=f"{name}: gap to the uncompressed twin", xlabel="simulated workers", ylim=(-7, 8))
+        axis.set_xscale("log", base=2)
+        axis.set_xticks([4, 16, 64], ["4", "16", "64"])
+        axis.legend(fontsize=8, loc="upper left")
+    panels[0].set_ylabel("%, mean and standard error over seeds")
     figure.tight_layout()
     figure.savefig(RESULTS / "convergence_workers.png", dpi=110)
     plt.close(figure)
