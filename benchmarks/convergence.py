@@ -625,6 +625,10 @@ def studies() -> dict[str, list[Chain]]:
         common: dict[str, Any] = {"refine": False, "seeds": DIGITS_SEEDS, "search": DIGITS_SEEDS}
         return Chain("digits", name, workers, options, start, **{**common, **more})
 
+    def sharp(name: str, workers: int = 4, **more: Any) -> Chain:
+        # LAMB's best on digits: half a rung more or less costs 2 %
+        return digits(name, workers, refine=True, fine=True, search=SIXTEEN_SEEDS, **more)
+
     return {
         "text": [
             Chain("text", "adamw", seeds=tuple(range(9))),
@@ -705,44 +709,17 @@ def studies() -> dict[str, list[Chain]]:
             digits("onebit_adam", also=((64, False, MANY_SEEDS),), also_rungs=(1,)),
             digits("zero_one_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(1,)),
             digits("zero_one_adam", also=((64, False, MANY_SEEDS),), also_rungs=(-1,)),
-            # LAMB's best is sharp here: half a rung more or less costs 2 %
-            digits(
-                "lamb",
-                1,
-                refine=True,
-                fine=True,
-                seeds=ALL_SEEDS,
-                also=((1, False, ALL_SEEDS),),
-                also_rungs=(-0.5, 0, 0.5),
-                search=SIXTEEN_SEEDS,
-            ),
-            digits(
+            sharp("lamb", 1, seeds=ALL_SEEDS, also=((1, False, ALL_SEEDS),), also_rungs=(-0.5, 0, 0.5)),
+            sharp(
                 "onebit_lamb",
-                refine=True,
-                fine=True,
                 seeds=ALL_SEEDS,
-                search=SIXTEEN_SEEDS,
                 # on seeds 0 to 15 the two are level, on all of them the lower one is better
                 also=((4, False, ALL_SEEDS), (2, True, ALL_SEEDS), four, (16, False, MANY_SEEDS)),
                 also_rungs=(-0.5, 0),
             ),
-            # with 16 workers all seeds, at the better lr only
-            digits(
-                "onebit_lamb",
-                refine=True,
-                fine=True,
-                search=SIXTEEN_SEEDS,
-                also=(many, (16, False, ALL_SEEDS), (64, False, MANY_SEEDS)),
-                also_rungs=(-0.5,),
-            ),
-            digits(
-                "onebit_lamb",
-                refine=True,
-                fine=True,
-                search=SIXTEEN_SEEDS,
-                also=((64, False, DIGITS_SEEDS),),
-                also_rungs=(-1, 0),
-            ),
+            # in other worlds more seeds, at the better lr only, and with 64 workers its neighbours
+            sharp("onebit_lamb", also=(many, (16, False, ALL_SEEDS), (64, False, MANY_SEEDS)), also_rungs=(-0.5,)),
+            sharp("onebit_lamb", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1, 0)),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MANY_SEEDS, also=(many,)),
