@@ -1065,7 +1065,7 @@ def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    from matplotlib.ticker import NullFormatter
+    from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
     plain = [row for row in rows if _in_main_table(row)]
     # the tables have every option; curves of more than a few would hide each other
@@ -1093,10 +1093,19 @@ def plot(records: list[dict[str, Any]], rows: list[Row]) -> None:
                 and math.isfinite(r["loss"])
             )
             below.plot(*zip(*tried, strict=True), style, marker=".", color=colours[row.label], label=row.label)
-        above.set(title=f"{name}: validation loss (part), best lr, 4 workers", xlabel="step", yscale="log")
-        below.set(title=f"{name}: final loss by peak lr, seed 0", xlabel="lr", xscale="log", yscale="log")
+        above.set_title(f"{name}: validation loss (part)\n4 workers, best lr", fontsize=10)
+        below.set_title(f"{name}: final loss by peak lr, seed 0", fontsize=10)
+        above.set(xlabel="step", yscale="log")
+        below.set(xlabel="lr", xscale="log", yscale="log")
         above.legend(fontsize=7, loc="upper right")
         below.xaxis.set_minor_formatter(NullFormatter())
+        for axis in (above, below):
+            axis.yaxis.set_major_formatter(ScalarFormatter())
+            low, high = axis.get_ylim()
+            if high > 5 * low:
+                axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_minor_formatter(NullFormatter() if high > 5 * low else ScalarFormatter())
+            axis.tick_params(axis="y", which="both", labelsize=8)
     figure.tight_layout()
     figure.savefig(RESULTS / "convergence_curves.png", dpi=110)
     plt.close(figure)

@@ -414,11 +414,13 @@ def plot(result: dict[str, Any], path: Path) -> None:
         table = result["kernels"]["table"]
         axis = axes[0][0]
         names = [key.split("/")[1] for key in table if key.startswith("cpu/")]
-        height = 0.27
-        for k, backend in enumerate(("cpu", "numba", "reference")):
+        backends = [name for name in ("cpu", "numba", "reference") if any(key.startswith(f"{name}/") for key in table)]
+        height = 0.8 / len(backends)
+        for k, backend in enumerate(backends):
             rows = [(i, table[f"{backend}/{op}"]) for i, op in enumerate(names) if f"{backend}/{op}" in table]
             shares = [row["share_of_copy_speed"] for _, row in rows]
-            axis.barh([i + (k - 1) * height for i, _ in rows], shares, height, label=backend)
+            places = [i + (k - (len(backends) - 1) / 2) * height for i, _ in rows]
+            axis.barh(places, shares, height, label=backend, color=f"C{k}")
         axis.axvline(1.0, color="k", lw=0.8, ls="--")
         axis.set_yticks(range(len(names)), names, fontsize=8)
         axis.invert_yaxis()
