@@ -29,6 +29,7 @@ from lightning_onebit._console import Outcome, Parser, add_json, execute, format
 from lightning_onebit.comm import disconnect, torn_down_last
 from lightning_onebit.kernels import BACKENDS
 from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.optim.options import check_integer
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 DEFAULT_SIZES = (250_000, 1_000_000, 4_000_000, 16_000_000)
@@ -86,7 +87,7 @@ def measure_link(
         elements: number of fp32 elements, >= 1.
         group: process group; None: the default one.
         device: where gradients live.
-        repeats: measured repetitions; medians are reported.
+        repeats: measured repetitions, >= 1; medians are reported.
         ranks_per_node: more than 1 measures the hierarchical exchange.
         timeout: seconds that a rank waits for the others.
         algorithm: whose steps are measured (0/1 Adam: those that synchronise).
@@ -95,7 +96,8 @@ def measure_link(
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
-        ValueError: an unknown algorithm or option.
+        TypeError: an unknown option, or a count that is no integer.
+        ValueError: an unknown algorithm, or an option out of range.
         CollectiveTimeout: a rank did not join in time.
 
     Example:
@@ -107,6 +109,8 @@ def measure_link(
         >>> measured.elements, measured.exchange_bytes, measured.exchange_seconds > 0
         (10000, 0, True)
     """
+    check_integer("elements", elements, least=1)
+    check_integer("repeats", repeats, least=1)
     if not dist.is_initialized():
         raise RuntimeError("measure_link() needs an initialised process group; launch with torchrun")
     device = torch.device(device)

@@ -155,7 +155,7 @@ class Job:
         bucket_mb: MB of fp32 gradients per bucket; at least a block is in one, in the exchange a block of every rank.
         var_update_scaler: 0/1 Adam's, like the three that follow.
         var_rise_steps: steps in which its lr rises at first, 64 at most: the gap between refreshes stays at 1.
-        local_step_scaler: see ``ZeroOneAdam``; None: a fifth of ``steps``, about what the paper's 32,768 are of its 152,511.
+        local_step_scaler: see ``ZeroOneAdam``; None: a fifth of ``steps``, about what the paper's 32,678 are of its 152,511.
         local_step_clipper: see ``ZeroOneAdam``.
         server: BinSGDM's.
     """

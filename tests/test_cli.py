@@ -229,6 +229,14 @@ def test_bench_without_ranks_says_how_to_launch(
         assert ended.value.code == 2 and "torchrun" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["elements", "repeats"])
+@pytest.mark.parametrize("value", [0, -1, 1.5, True])
+def test_measure_link_refuses_counts_that_are_none(name: str, value: Any) -> None:
+    arguments: dict[str, Any] = {"elements": 100, name: value}
+    with pytest.raises((TypeError, ValueError), match=re.escape(f"{name}={value!r}")):
+        bench.measure_link(**arguments)
+
+
 @pytest.mark.parametrize(("built", "why"), [(False, "torch was built without NCCL"), (True, "no GPU was found")])
 def test_bench_says_where_nccl_cannot_be_used(
     built: bool, why: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -130,7 +130,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
     @property
     def refreshed_share(self) -> float:
-        """Share of the steps after the freeze that are dense all the same, to refresh the frozen second moments (1-bit Adam)."""
+        """Share of the steps after the freeze that are dense all the same, to refresh the frozen second moments (BinSGDM has none)."""
         return 0.0
 
     def freeze(self) -> None:
