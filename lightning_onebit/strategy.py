@@ -325,6 +325,17 @@ class OnebitMixin(_Base):
         self._made.add(made)
         return made
 
+    def synchronise(self) -> None:
+        """Brings together what ranks have parted in by steps of their own (0/1 Adam), buffers included; training ends with it.
+
+        Buffers are broadcast from rank 0 (unless ``broadcast_buffers=False``): callbacks may have made them of a rank's own weights, as
+        masks of pruned weights are. Does nothing but that for other algorithms. A collective.
+        """
+        for optimizer in self.onebit_optimizers:
+            optimizer.synchronise()
+        if self._run is not None and self._run.buffers is not None:
+            self._run.buffers.broadcast()
+
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
         """Registers this class under the names of all algorithms and start methods."""
@@ -970,8 +981,13 @@ class _BufferSync:
     def before_forward(self) -> None:
         """Broadcasts if it is due."""
         if self._any and self._due:
+            self.broadcast()
+
+    def broadcast(self) -> None:
+        """Gives all ranks rank 0's buffers, those too that the module has got since."""
+        if buffers := self._buffers():
             with torch.no_grad():
-                dist._broadcast_coalesced(_world(), self._buffers(), _BROADCAST_BYTES, 0)
+                dist._broadcast_coalesced(_world(), buffers, _BROADCAST_BYTES, 0)
 
     def after_forward(self, sync: bool) -> None:
         """Notes whether the forward was one whose gradients are synchronised."""
@@ -1116,7 +1132,7 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
 
 def _untrainable(optimizer: torch.optim.Optimizer) -> str | None:
     """Why no compressed optimizer can hold these parameters, or None."""
-    strange = {str(p.dtype) for p in _parameters([optimizer])} - {str(dtype) for dtype in TRAINABLE_DTYPES}
+    strange = {str(p.dtype) for p in _parameters([optimizer]) if p.requires_grad and p.dtype not in TRAINABLE_DTYPES}
     return f"it holds {' and '.join(sorted(strange))} parameters" if strange else None
 
 

@@ -324,6 +324,54 @@ def test_weight_averaging_renews_the_statistics_of_its_average_between_local_ste
         assert result["different"] == []
 
 
+def quantised_rank(rank: int, world: int) -> tuple[str, list[str]]:
+    """A frozen integer parameter among those that AdamW is given, as quantised weights below adapters are."""
+    pl = enter(rank)
+
+    class Quantised(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.base = torch.nn.Parameter(torch.ones(6, dtype=torch.uint8), requires_grad=False)
+            self.head = torch.nn.Linear(6, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(x * self.base)
+
+    strategy = strategy_class()("onebit_adam", freeze_step=2)
+    _, module = fit(
+        pl, strategy, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-3), Quantised, max_steps=4
+    )
+    return type(strategy.onebit_optimizers[0]).__name__, same_on_all_ranks(dict(module.named_parameters()))
+
+
+def test_adamw_is_converted_with_a_frozen_integer_parameter() -> None:
+    assert run_ranks(quantised_rank, 2) == [("OnebitAdam", [])] * 2
+
+
+def pruning_rank(rank: int, world: int, permanent: bool) -> dict[str, Any]:
+    """Masks that a callback makes of what pruning has kept of a rank's own weights."""
+    pl = enter(rank)
+    module = make_module(pl, factory)
+    pruning = pl.callbacks.ModelPruning(
+        "l1_unstructured",
+        parameters_to_prune=[(module.net[0], "weight")],
+        amount=0.3,
+        use_lottery_ticket_hypothesis=False,
+        make_pruning_permanent=permanent,
+    )
+    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, **LOCAL)
+    quiet_trainer(pl, strategy, max_epochs=3, callbacks=[pruning]).fit(module, loader(samples=48, batch=4))
+    state = {name: value.float() for name, value in module.state_dict().items()}
+    return {"state": state, "pruned": float((module.net[0].weight == 0).float().mean())}
+
+
+@pytest.mark.parametrize("permanent", [True, False])
+def test_masks_of_pruned_weights_are_equal_after_local_steps(permanent: bool) -> None:
+    first, second = run_ranks(pruning_rank, 2, permanent)
+    assert differing(first["state"], second["state"]) == []
+    assert first["pruned"] > 0.2
+
+
 def plain_loop_rank(rank: int, world: int, accumulate: int) -> dict[str, Any]:
     """0/1 Adam on the same batches in a plain loop and by the Trainer."""
     pl = enter(rank)

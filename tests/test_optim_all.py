@@ -48,6 +48,28 @@ def synchronised(state: dict[str, Any]) -> bool:
     return state["books"].get("sync_policy", {"since": 0})["since"] == 0
 
 
+# ----- frozen parameters ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float64])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_frozen_parameters_may_have_any_dtype_until_they_are_trained(algorithm: str, dtype: torch.dtype) -> None:
+    """As quantised weights below trained adapters have."""
+    frozen = torch.nn.Parameter(torch.ones(4, dtype=dtype), requires_grad=False)
+    trained = torch.nn.Parameter(torch.ones(3))
+    optimizer = CLASSES[algorithm]([frozen, trained], lr=0.1)
+    for _ in range(2):
+        trained.grad = torch.ones(3)
+        optimizer.step()
+    assert bool((trained < 1).all())
+    assert frozen.tolist() == [1] * 4
+    optimizer.load_state_dict(optimizer.state_dict())
+    if frozen.is_floating_point():
+        frozen.requires_grad_(True)
+        with pytest.raises(TypeError, match="float64"):
+            optimizer.step()
+
+
 # ----- gradients that are missing, zero or not finite ------------------------------------------------------------------------------
 
 

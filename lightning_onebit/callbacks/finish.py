@@ -14,5 +14,4 @@ class FinalSynchronisationMixin:
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Brings the replicas together. Collective; reached by all ranks, as ``on_train_end`` is."""
-        for optimizer in trainer.strategy.onebit_optimizers:
-            optimizer.synchronise()
+        trainer.strategy.synchronise()

@@ -295,9 +295,14 @@ class ArenaOptimizer(torch.optim.Optimizer):
             torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
 
     def _check_parameters(self, params: Sequence[Tensor]) -> None:
+        """Refuses what cannot be trained; a frozen parameter is asked when it becomes trainable."""
         first = self.param_groups[0]["params"][0]
         for p in params:
             shape = tuple(p.shape)
+            if p.device != first.device:
+                raise ValueError(f"parameters on {first.device} and {p.device}; give each device its own optimizer")
+            if not p.requires_grad:
+                continue
             if p.is_sparse or p.layout is not torch.strided:
                 raise TypeError(
                     f"a parameter of shape {shape} is sparse; {type(self).__name__} trains dense tensors only"
@@ -307,8 +312,6 @@ class ArenaOptimizer(torch.optim.Optimizer):
                     f"a parameter of shape {shape} has dtype {p.dtype}; {type(self).__name__} trains float32, bfloat16 "
                     "and float16 (complex and float64 parameters belong to another optimizer)"
                 )
-            if p.device != first.device:
-                raise ValueError(f"parameters on {first.device} and {p.device}; give each device its own optimizer")
             if not is_dense(p):
                 raise ValueError(
                     f"a parameter of shape {shape} has strides {p.stride()} with gaps or overlaps; make it contiguous"
@@ -397,6 +400,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
     def _index(self) -> None:
         """Numbers the parameters and deals them to the plan (``_slots``) and to dense averaging (``_dense``)."""
         known = {id(self._params[i]) for i in self._known()}
+        self._check_parameters([p for group in self.param_groups for p in group["params"] if id(p) not in known])
         counts = {id(p): t for p, t in zip(self._params, self._t, strict=True)}
         self._params = [p for group in self.param_groups for p in group["params"]]
         self._group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
