@@ -575,6 +575,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._arrived = []
         self._publish([i for i in self._slots if self._active[i]])
         self._step_dense([i for i in self._dense if dense is None or dense.present[i]])
+        self._skips_in_a_row = 0
         self._steps += 1
         self._close_step(False, skipped=False)
         self._advance()

@@ -1,0 +1,184 @@
+"""Details of callbacks, the strategy and the planner that mutations of the code had shown no other test to hold."""
+
+# ruff: noqa: F811  a fixture is imported, and tests take it by its name
+from __future__ import annotations
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import test_callbacks_probe
+import torch
+from fake_trainer import FakeModule, FakeTrainer, onebit_adam
+from harness import run_ranks
+from lightning_support import enter, loader, make_module, onebit, quiet_trainer, strategy_class
+from test_callbacks_guard import _run, _Said, said  # noqa: F401  (a fixture)
+
+from lightning_onebit.callbacks import probe
+from lightning_onebit.callbacks.freeze import LearningRateWatch, VarianceFreezeMixin
+from lightning_onebit.callbacks.guard import DivergenceGuardMixin
+from lightning_onebit.callbacks.probe import LinkProbeMixin
+from lightning_onebit.callbacks.stats import CompressionStatsMixin
+from lightning_onebit.optim import OnebitAdam, Phase
+from lightning_onebit.planner import Cluster, Job, predict
+
+
+def two_groups(*betas: float) -> OnebitAdam:
+    groups = [{"params": [torch.nn.Parameter(torch.randn(40))], "betas": (0.9, b2)} for b2 in betas]
+    return OnebitAdam(groups, force_compression=True, block_size=32, kernels="reference")
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.5), (0.5, 0.9)])
+def test_the_guard_thaws_for_as_long_as_the_slowest_group_needs(betas: Any, said: Any) -> None:
+    optimizer = two_groups(*betas)
+    _, phases = _run(
+        [VarianceFreezeMixin(step=5), DivergenceGuardMixin(5)], optimizer, [1.0] * 5 + [9.0] * 5 + [1.0] * 30
+    )
+    assert phases[9:].index("compressed") == 10
+
+
+@pytest.mark.parametrize("betas", [(0.9, 0.5), (0.5, 0.9)])
+def test_the_automatic_rule_looks_back_as_far_as_the_slowest_group(betas: Any, said: Any) -> None:
+    callback = VarianceFreezeMixin(mode="auto")
+    FakeTrainer([two_groups(*betas)], 1000).start(callback)
+    assert callback._watches[0].rule.window == 10
+
+
+def test_a_second_fit_forgets_the_losses_of_the_first(said: Any) -> None:
+    optimizer = onebit_adam()
+    callbacks = [VarianceFreezeMixin(step=2), DivergenceGuardMixin(5)]
+    trainer, _ = _run(callbacks, optimizer, [1.0] * 10 + [9.0] * 2)
+    _run(callbacks, optimizer, [1.0] * 5, trainer)
+    assert said.warnings == []
+
+
+def test_the_best_loss_is_in_the_guards_checkpoint(said: Any) -> None:
+    first = DivergenceGuardMixin(5)
+    _run([VarianceFreezeMixin(step=2), first], onebit_adam(), [1.0] * 5)
+    resumed, optimizer = DivergenceGuardMixin(5, dense_steps=50), onebit_adam()
+    resumed.load_state_dict(first.state_dict())
+    _run([VarianceFreezeMixin(step=1), resumed], optimizer, [1.6] * 10)
+    assert len(said.warnings) == 1 and "the best was 1" in said.warnings[0]
+
+
+def _residual_of_one_rank(rank: int, world: int) -> Phase:
+    _Said()
+    torch.manual_seed(0)
+    optimizer = onebit_adam(force_compression=False)
+    optimizer.residual_ratio = lambda: 11.0 if rank else 1.0
+    _run([VarianceFreezeMixin(step=5), DivergenceGuardMixin(5, loss_factor=None, timeout=30)], optimizer, [1.0] * 10)
+    return optimizer.phase
+
+
+def test_the_largest_residual_of_any_rank_counts() -> None:
+    assert run_ranks(_residual_of_one_rank, 2) == [Phase.WARMUP] * 2
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Any:
+    found = test_callbacks_probe._Said()
+    monkeypatch.setattr(probe, "rank_zero_info", found.infos.append)
+    monkeypatch.setattr(probe, "rank_zero_warn", found.warnings.append)
+    monkeypatch.setattr(probe, "dist", SimpleNamespace(get_backend=lambda: "gloo"))
+    monkeypatch.setattr(probe, "measure_link", test_callbacks_probe._network(1e7, 0.0, 1e-9))
+    return found
+
+
+def test_the_probe_times_every_fit_from_its_own_start(monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    callback = LinkProbeMixin(watch_steps=10)
+    for fit in range(2):
+        optimizer = onebit_adam()
+        trainer = FakeTrainer([optimizer])
+        trainer.start(callback, FakeModule())
+        for step in range(5 if fit == 0 else 20):
+            trainer.step()
+            clock.now += 1.0
+            optimizer.ledger.total.communication_seconds += 0.5
+            callback.on_train_batch_end(trainer, None, None, None, step)
+        clock.now += 100.0
+    assert "in 10 dense steps this rank waited 50%" in told.infos[-1]
+
+
+def test_the_probe_adds_up_the_waiting_of_all_optimizers(monkeypatch: pytest.MonkeyPatch, told: Any) -> None:
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(probe, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    optimizers = [onebit_adam(), onebit_adam()]
+    trainer, callback = FakeTrainer(optimizers), LinkProbeMixin(watch_steps=10)
+    trainer.start(callback, FakeModule())
+    for step in range(20):
+        trainer.step()
+        clock.now += 1.0
+        for optimizer in optimizers:
+            optimizer.ledger.total.communication_seconds += 0.25
+        callback.on_train_batch_end(trainer, None, None, None, step)
+    assert "this rank waited 50%" in told.infos[-1]
+
+
+def test_a_plan_that_stays_dense_costs_what_its_16_bit_gradients_do() -> None:
+    cluster = Cluster(gpus=8, bandwidth=1e9)
+    job = Job(params=336_000_000, compute=0.1, warmup=1.0, gradient_bytes=2)
+    assert predict(cluster, job, "onebit_adam").mean_seconds == predict(cluster, job, "dense_fp16").mean_seconds
+
+
+def test_a_fraction_is_of_all_steps_where_a_fit_goes_on_with_the_same_optimizer(said: Any) -> None:
+    optimizer = onebit_adam()
+    trainer = FakeTrainer([optimizer], planned=8)
+    for planned in (8, 20):  # fitted further with the same optimizer, whose steps the Trainer has counted
+        trainer.estimated_stepping_batches = planned
+        callback = VarianceFreezeMixin(fraction=0.7) if planned == 20 else VarianceFreezeMixin(step=100)
+        trainer.callbacks = []
+        trainer.start(callback)
+        for _ in range(8 if planned == 8 else 12):
+            trainer.step()
+        callback.teardown(trainer, None, "fit")
+    assert optimizer.ledger.dense_steps == 14
+
+
+def _bound(rank: int, world: int) -> Any:
+    pl = enter(rank)
+    found = []
+    for given, limit in ((timedelta(seconds=50), 1800.0), (timedelta(seconds=50), 20.0)):
+        strategy = strategy_class()(timeout=given)
+        trainer = quiet_trainer(pl, strategy, max_steps=1)
+
+        class Look(pl.Callback):
+            def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+                [optimizer] = trainer.strategy.onebit_optimizers
+                found.append(optimizer._timeout.total_seconds())
+
+        trainer.callbacks.append(Look())
+        trainer.fit(make_module(pl, onebit(freeze_step=2, timeout=limit)), loader())
+    return found
+
+
+def test_the_shorter_timeout_bounds_an_exchange() -> None:
+    assert run_ranks(_bound, 1) == [[50.0, 20.0]]
+
+
+def test_the_longest_rest_of_a_learning_rate_tells_when_its_rise_is_over() -> None:
+    watch = LearningRateWatch()
+    for step, lr in enumerate([1.0] * 10 + [2.0, 2.0, 3.0] + [3.0] * 15, start=1):
+        watch.observe(step, [lr])
+    assert watch.longest_gap == 10 and watch.rising(23) and not watch.rising(24)
+
+
+def _signs(rank: int, world: int) -> Any:
+    torch.manual_seed(0)
+    optimizer = onebit_adam(force_compression=False)
+    callback, module = CompressionStatsMixin(sign_agreement_every_n_steps=1, summary=False), FakeModule()
+    trainer = FakeTrainer([optimizer])
+    trainer.start(callback, module)
+    trainer.step()
+    optimizer.freeze()
+    first, second = optimizer.param_groups[0]["params"]
+    first.grad, second.grad = torch.ones_like(first), torch.ones_like(second) if rank == 0 else None
+    callback.on_before_optimizer_step(trainer, module, optimizer)
+    return callback._watches[0].found["onebit/sign_agreement"]
+
+
+def test_sign_agreement_counts_coordinates_that_one_rank_has_no_gradient_for() -> None:
+    # the second tensor has a gradient on rank 0 alone: its 7 coordinates do not agree
+    assert run_ranks(_signs, 2) == [pytest.approx(165 / 172)] * 2
