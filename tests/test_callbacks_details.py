@@ -1,9 +1,11 @@
-"""Details of callbacks, the strategy and the planner that mutations of the code had shown no other test to hold."""
+"""Details of callbacks, checkpoints, the strategy, the benchmark and the planner that mutations of the code had shown no other test to hold."""
 
 # ruff: noqa: F811  a fixture is imported, and tests take it by its name
 from __future__ import annotations
 
+import shutil
 from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,13 +15,17 @@ import torch
 from fake_trainer import FakeModule, FakeTrainer, onebit_adam
 from harness import run_ranks
 from lightning_support import enter, loader, make_module, onebit, quiet_trainer, strategy_class
+from optim_support import run_world
 from test_callbacks_guard import _run, _Said, said  # noqa: F401  (a fixture)
 
+from lightning_onebit import bench
 from lightning_onebit.callbacks import probe
 from lightning_onebit.callbacks.freeze import LearningRateWatch, VarianceFreezeMixin
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.callbacks.probe import LinkProbeMixin
 from lightning_onebit.callbacks.stats import CompressionStatsMixin
+from lightning_onebit.checkpoint import ShardError, Stamp, agree, read_shard, shard_path, write_shard
+from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.optim import OnebitAdam, Phase
 from lightning_onebit.planner import Cluster, Job, predict
 
@@ -182,3 +188,40 @@ def _signs(rank: int, world: int) -> Any:
 def test_sign_agreement_counts_coordinates_that_one_rank_has_no_gradient_for() -> None:
     # the second tensor has a gradient on rank 0 alone: its 7 coordinates do not agree
     assert run_ranks(_signs, 2) == [pytest.approx(165 / 172)] * 2
+
+
+def test_the_shard_of_another_rank_is_refused(tmp_path: Path) -> None:
+    path, stamp = str(tmp_path / "a.ckpt"), Stamp("0" * 32, 2, True)
+    write_shard(path, stamp, 1, [])
+    shutil.copy(shard_path(path, stamp, 1), shard_path(path, stamp, 0))
+    with pytest.raises(ShardError, match="belongs to another checkpoint"):
+        read_shard(path, stamp, 0)
+
+
+def _long(group: Any, rank: int, world: int) -> str | None:
+    transport = Transport(Topology.create(group), ByteLedger())
+    return agree(transport, "x" * 5000 if rank else "", torch.device("cpu"), "saving")
+
+
+def test_a_long_message_of_a_failed_save_is_cut() -> None:
+    assert run_world(_long, 2) == ["rank 1: " + "x" * 1024] * 2
+
+
+def _slowest(rank: int, world: int) -> Any:
+    bench._time_all_reduce = lambda *_: [rank + 1.0]  # type: ignore[assignment]
+    return bench.measure_link(1000, repeats=1, kernels="reference").dense_seconds
+
+
+def test_the_slowest_rank_counts_in_a_benchmark() -> None:
+    assert run_ranks(_slowest, 2) == [2.0, 2.0]
+
+
+def _counts(rank: int, world: int) -> Any:
+    p = torch.nn.Parameter(torch.zeros(100))
+    optimizer = OnebitAdam([p], freeze_step=1)
+    exchange, local = bench._time_exchange(optimizer, p, torch.randn(100), 2, None)
+    return len(exchange), len(local), optimizer.steps
+
+
+def test_the_first_three_steps_of_a_benchmark_do_not_count() -> None:
+    assert run_ranks(_counts, 2) == [(2, 2, 5)] * 2

@@ -326,7 +326,6 @@ def _several(group: Any, rank: int, world: int, overlap: str) -> Any:
 
 
 def test_a_gradient_that_comes_in_two_parts_does_not_send_its_bucket_early() -> None:
-    # ("step": gradients that land twice after the bucket was filled, announced backward, are summed as well)
     first, second = run_world(_several, 2, "backward")
     assert equal(first, second)
 
