@@ -1,4 +1,4 @@
-"""Details of callbacks, checkpoints, the strategy, the benchmark and the planner that mutations of the code had shown no other test to hold."""
+"""Details of callbacks, checkpoints, strategy, benchmark and planner that mutations of the code had shown no other test to hold."""
 
 # ruff: noqa: F811  a fixture is imported, and tests take it by its name
 from __future__ import annotations
