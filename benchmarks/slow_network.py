@@ -16,6 +16,7 @@ taken by all hosts at once, as they take the real one (hosts that share cores sh
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import statistics
@@ -283,6 +284,9 @@ def worker(setting: Setting, out: Path) -> None:
         }
         out.write_text(json.dumps(result))
     dist.barrier()
+    # the last method's optimizer and model hold process groups, whose threads must end before the interpreter does
+    del step, told
+    gc.collect()
     dist.destroy_process_group()
 
 
