@@ -236,7 +236,7 @@ def test_the_stride_of_a_dimension_of_one_does_not_concern_the_state() -> None:
 
 
 def test_landing_hooks_that_are_made_anew_leave_nothing_behind() -> None:
-    def hooks(group: Any, rank: int, world: int) -> tuple[int, int]:
+    def hooks(group: Any, rank: int, world: int) -> tuple[Any, Any]:
         param = nn.Parameter(torch.ones(100))
         optimizer = OnebitAdam([param], lr=0.01, overlap="backward", block_size=64, process_group=group)
         counts = []
@@ -247,10 +247,12 @@ def test_landing_hooks_that_are_made_anew_leave_nothing_behind() -> None:
                 (param * param).sum().backward()
                 optimizer.step()
                 if t == 0:
+                    dense = len(param._post_accumulate_grad_hooks or ())
                     optimizer.freeze()
             kept = [entry for entry in weakref.finalize._registry.values() if entry.weakref() is optimizer]
             counts.append((len(param._post_accumulate_grad_hooks or ()), len(kept)))
             optimizer.thaw()
+            assert len(param._post_accumulate_grad_hooks or ()) == dense, "a thaw takes those of the overlap back"
         return counts[0], counts[-1]
 
     for first, last in SimulatedWorld(2, timeout=60).run(lambda group: hooks(group, group.rank, group.size)):
