@@ -109,6 +109,7 @@ class OnebitMixin(_Base):
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
         overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no clipping).
         residual_dtype: ``"float32"`` or ``"bfloat16"``.
+        denominator_dtype: all but BinSGDM: ``"float32"`` or ``"bfloat16"``.
         max_coeff: 1-bit LAMB, like the six that follow: see ``OnebitLamb``.
         min_coeff: see ``OnebitLamb``.
         coeff_beta: see ``OnebitLamb``.
@@ -181,6 +182,7 @@ class OnebitMixin(_Base):
         kernels: str | None = None,
         overlap: str | None = None,
         residual_dtype: str | None = None,
+        denominator_dtype: str | None = None,
         max_coeff: float | None = None,
         min_coeff: float | None = None,
         coeff_beta: float | None = None,
@@ -217,6 +219,7 @@ class OnebitMixin(_Base):
             "kernels": kernels,
             "overlap": overlap,
             "residual_dtype": residual_dtype,
+            "denominator_dtype": denominator_dtype,
             "max_coeff": max_coeff,
             "min_coeff": min_coeff,
             "coeff_beta": coeff_beta,

@@ -59,6 +59,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "timeout": ("1", 0, -1.0),
     "overlap": CHOICE,
     "residual_dtype": (*CHOICE, torch.float16),
+    "denominator_dtype": (*CHOICE, torch.float16),
     "max_coeff": (*NUMBER, 0.0, -1.0),
     "min_coeff": (*NUMBER, -1.0),
     "coeff_beta": (*NUMBER, -0.1, 1.0),

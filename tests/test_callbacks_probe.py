@@ -141,13 +141,21 @@ def test_watching_ends_where_compression_begins_and_can_be_turned_off(
     ("optimizer", "expected"),
     [
         (
-            lambda p: OnebitAdam(p, block_size=64, bucket_mb=2.0, kernels="reference", residual_dtype="bfloat16"),
+            lambda p: OnebitAdam(
+                p,
+                block_size=64,
+                bucket_mb=2.0,
+                kernels="reference",
+                residual_dtype="bfloat16",
+                denominator_dtype="bfloat16",
+            ),
             {
                 "algorithm": "onebit_adam",
                 "block_size": 64,
                 "bucket_mb": 2.0,
                 "kernels": "reference",
                 "residual_dtype": "bfloat16",
+                "denominator_dtype": "bfloat16",
             },
         ),
         (

@@ -114,7 +114,7 @@ def test_tensors_that_begin_anywhere_in_memory_give_the_same_bits(
         assert not found, f"{name}: {found}"
 
 
-@pytest.mark.parametrize(("name", "kind"), training.runs("fp32", "bf16", "bf16 residuals"))
+@pytest.mark.parametrize(("name", "kind"), training.runs("fp32", "bf16", "bf16 residuals", "bf16 denominators"))
 def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(
     shims: dict[str, CudaKernels], monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:

@@ -67,14 +67,24 @@ ONE_BIT = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_clipper": 1
         # r 4, worker residual 4, bits 1/8 (+ scales); server residual 4/n
         ("OnebitAdam", {"freeze_step": 2}, 4, 8.125, 4.0),
         ("OnebitAdam", {"freeze_step": 2, "residual_dtype": "bfloat16"}, 4, 6.125, 2.0),
+        ("OnebitAdam", {"freeze_step": 2, "denominator_dtype": "bfloat16"}, 4, 6.125, 4.0),
+        (
+            "OnebitAdam",
+            {"freeze_step": 2, "denominator_dtype": "bfloat16", "residual_dtype": "bfloat16"},
+            4,
+            4.125,
+            2.0,
+        ),
         # between refreshes nothing more
         ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 1}, 7, 8.125, 4.0),
         ("OnebitLamb", {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 1}, 7, 8.125, 4.0),
         ("OnebitLamb", {"freeze_step": 2}, 4, 8.125, 4.0),
+        ("OnebitLamb", {"freeze_step": 2, "denominator_dtype": "bfloat16"}, 4, 6.125, 4.0),
         # ... and fresh second moments 4
         ("OnebitLamb", {"freeze_step": 2, "trust_ratio": "frozen"}, 4, 12.125, 4.0),
         # r 4, residual 4, local momentum 4, accumulated update 4, anchor 4
         ("ZeroOneAdam", LOCAL, 9, 20.0, 4.0),
+        ("ZeroOneAdam", {**LOCAL, "denominator_dtype": "bfloat16"}, 9, 18.0, 4.0),
         # no local steps: as 1-bit Adam
         ("ZeroOneAdam", ONE_BIT, 9, 8.125, 4.0),
         # m 4, a 4, bitmap of live coordinates 1/8; the server's feedback 4/n
@@ -102,6 +112,7 @@ def test_an_optimizer_holds_the_documented_bytes_per_parameter(
         # r 4, residual 4, m 4, v 4; and buckets of averaged gradients 4
         ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2}, 6, 20),
         ("OnebitLamb", {"freeze_step": 2, "refresh_interval": 2}, 6, 20),
+        ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2, "denominator_dtype": "bfloat16"}, 6, 18),
         # after local steps, whose accumulated update and anchor are given back
         ("ZeroOneAdam", {**LOCAL, "refresh_interval": 3}, 7, 20),
         ("ZeroOneAdam", {**ONE_BIT, "refresh_interval": 3}, 7, 20),

@@ -18,7 +18,9 @@ from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_w
 from torch import Tensor
 
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
+from lightning_onebit.optim import moments
 from lightning_onebit.optim.redistribute import Redistribution
+from lightning_onebit.optim.rules import reciprocal_denominator_
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 ALGORITHMS = list(CLASSES)
@@ -674,6 +676,44 @@ def test_saved_state_of_16_bit_parameters_continues_bit_for_bit(algorithm: str) 
     for through, resumed in run_world(resumed_worker, 2, made, ats, 1):
         for at, (unchanged, state) in resumed.items():
             assert unchanged and equal(state, through), f"resumed after step {at}"
+
+
+#: rules of the algorithms that have denominators, the published ones among them
+DIVIDING = [
+    *((rule, {}) for rule in RULES if not rule.startswith("binsgdm")),
+    ("onebit_adam", {"preconditioned": False, "refresh_interval": "never"}),
+    ("onebit_lamb", {"trust_ratio": "frozen"}),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "rule"), DIVIDING)
+def test_saved_state_with_denominators_in_16_bits_continues_bit_for_bit(algorithm: str, rule: dict[str, Any]) -> None:
+    made = problem(algorithm, {**rule, "denominator_dtype": "bfloat16"})
+    for through, resumed in run_world(resumed_worker, 2, made, POINTS.get(algorithm, (4, 5, 9)), 1):
+        for at, (unchanged, state) in resumed.items():
+            assert (unchanged or at == 0) and equal(state, through), f"resumed after step {at}"
+
+
+@pytest.mark.parametrize("kernels", ["reference", "cpu"])
+@pytest.mark.parametrize(("algorithm", "rule"), DIVIDING)
+def test_denominators_in_16_bits_are_those_of_32_rounded_once(
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, rule: dict[str, Any], kernels: str
+) -> None:
+    """Nothing else of a run changes: with fp32 ones that have been rounded to bf16 the weights are the same, bit for bit."""
+
+    def weights(dtype: str) -> list[Any]:
+        made = problem(algorithm, {**rule, "denominator_dtype": dtype, "kernels": kernels})
+        return [result["x"] for result in run_world(train, 2, made)]
+
+    short, exact = weights("bfloat16"), weights("float32")
+
+    def rounding(v: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
+        reciprocal_denominator_(v, out, **options)
+        out.copy_(out.bfloat16())
+
+    monkeypatch.setattr(moments, "reciprocal_denominator_", rounding)
+    assert equal(weights("float32"), short)
+    assert not equal(exact, short), "the option has an effect"
 
 
 def test_the_points_of_the_resume_test_lie_between_local_steps_too() -> None:

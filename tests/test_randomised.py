@@ -106,6 +106,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         "force_compression": draw(st.sampled_from([True, True, False])),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
         "residual_dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"])),
+        "denominator_dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"])),
         "max_grad_norm": draw(st.sampled_from([None, None, 1.0])),
         "max_consecutive_skips": STEPS + 1,
     }
@@ -118,7 +119,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         if freeze is None:
             options[name] = draw(st.one_of(st.none(), early.map(lambda step: step + 1)))
     else:
-        del options["residual_dtype"]  # it has no residuals
+        del options["residual_dtype"], options["denominator_dtype"]  # it has neither
         options |= {
             "server": draw(st.sampled_from(["majority", "random", "mean", "feedback"])),
             "seed": draw(st.integers(0, 3)),

@@ -102,7 +102,8 @@ def _elements(optimizer: OnebitOptimizer) -> int:
 def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """How a probe has to be made to cost what this optimizer's steps cost."""
     options = {
-        name: getattr(optimizer.options, name) for name in ("kernels", "block_size", "bucket_mb", "residual_dtype")
+        name: getattr(optimizer.options, name)
+        for name in ("kernels", "block_size", "bucket_mb", "residual_dtype", "denominator_dtype")
     }
     known = find_algorithm(optimizer.algorithm).options
     if "server" in known:  # of BinSGDM: what the reply carries
@@ -149,8 +150,8 @@ class LinkProbeMixin:
        says so. (Not with NCCL, where waiting happens on the device and is not seen.)
 
     The probe makes the steps that training will make: those of the optimizer's algorithm (of 0/1 Adam those that synchronise), with its
-    ``kernels``, ``block_size``, ``bucket_mb`` and ``residual_dtype``, over the nodes of its exchange. Where a model has several compressed
-    optimizers, the one with the most parameters counts. ``report`` holds the result.
+    ``kernels``, ``block_size``, ``bucket_mb``, ``residual_dtype`` and ``denominator_dtype``, over the nodes of its exchange. Where a
+    model has several compressed optimizers, the one with the most parameters counts. ``report`` holds the result.
 
     Args:
         sample_mb: MB of fp32 gradients in the larger sample; on a slow network the probe takes about ten times as long as

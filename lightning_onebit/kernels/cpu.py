@@ -43,7 +43,7 @@ from lightning_onebit.kernels.reference import ReferenceKernels
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 11
+ABI = 12
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -211,7 +211,7 @@ _INT, _LONG, _POINTER, _FLOAT = ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, c
 _KEY = (ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 _SPANS = (_LONG, _POINTER, _POINTER, _POINTER, _POINTER)  # count, first blocks, lengths, addresses, dtypes
 _PAYLOAD = (_POINTER, _LONG, _LONG)  # address, bytes from row to row, blocks of a row
-_RESIDUAL = (_POINTER, _INT)  # address, dtype
+_STATE = (_POINTER, _INT)  # address, dtype
 
 # The parameters after the first (threads, int) of each function of onebit_cpu.cpp.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -225,18 +225,18 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *_PAYLOAD,
         *[_POINTER] * 2,
         *_SPANS,
-        _POINTER,
-        *_RESIDUAL,
+        *_STATE,
+        *_STATE,
         *_PAYLOAD,
         _FLOAT,
     ),
-    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT, _FLOAT),
+    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_STATE, _POINTER, _LONG, _FLOAT, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
-    "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, _POINTER, _POINTER),
-    "lamb_products": (_LONG, _LONG, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD, _POINTER, _POINTER),
-    "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *[_POINTER] * 4),
-    "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *[_POINTER] * 4),
-    "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 7),
+    "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, _POINTER, _POINTER),
+    "lamb_products": (_LONG, _LONG, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD, *_STATE, _POINTER),
+    "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *_STATE, *[_POINTER] * 3),
+    "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, *[_POINTER] * 3),
+    "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 4, *_STATE, _POINTER, _POINTER),
     "sample": (_LONG, _LONG, *[_POINTER] * 3, *_SPANS, _POINTER, _POINTER, _FLOAT, *_KEY, _LONG, *_PAYLOAD),
     "vote": (_LONG, _INT, *_PAYLOAD, _POINTER, _INT, *_KEY, _LONG, _INT, _POINTER, _POINTER),
     "apply_votes": (_LONG, _LONG, *_SPANS, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER),
@@ -246,6 +246,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
 _Payload = tuple[int | None, int, int]
 _SpanArguments = tuple[int, int | None, int | None, int | None, bytes | None]
 _NO_PAYLOAD: _Payload = (None, 0, 1)
+_NO_STATE = (None, 0)
 _NO_SPANS: _SpanArguments = (0, None, None, None, None)
 _VOTES = {"random": 0, "majority": 1, "mean": 2, "feedback": 3}
 
@@ -278,8 +279,8 @@ def _address(tensor: Tensor, name: str, numel: int, dtype: torch.dtype = torch.f
     return tensor.data_ptr()
 
 
-def _residual(tensor: Tensor, name: str, numel: int) -> tuple[int, int]:
-    """Address and code of residuals: fp32 or, in half the memory, bf16."""
+def _state(tensor: Tensor, name: str, numel: int) -> tuple[int, int]:
+    """Address and code of residuals or reciprocal denominators: fp32 or, in half the memory, bf16."""
     dtype = torch.bfloat16 if tensor.dtype is torch.bfloat16 else torch.float32
     return _address(tensor, name, numel, dtype), _DTYPES[dtype]
 
@@ -525,12 +526,12 @@ class CpuKernels(ReferenceKernels):
                 spans_g = table.arguments
         elif r is not None:
             raise ValueError("r must be None with g=None")
-        residual = _residual(e, "e", elements)
-        reciprocal = None if r is None else _address(r, "r", elements)
+        residual = _state(e, "e", elements)
+        reciprocal = _NO_STATE if r is None else _state(r, "r", elements)
         self._call(
             "compress",
             *(size, blocks, lengths, factor_m, flat_m, *packed_m),
-            *(factor_g, flat_g, *spans_g, reciprocal, *residual, *_payload(out, "out", blocks, size)),
+            *(factor_g, flat_g, *spans_g, *reciprocal, *residual, *_payload(out, "out", blocks, size)),
             scale_factor,
         )
 
@@ -547,7 +548,7 @@ class CpuKernels(ReferenceKernels):
             *(size, received.rows, *_payload(received, "received", received.rows * blocks, size)),
             *(
                 _address(lengths, "lengths", blocks, torch.int32),
-                *_residual(d, "d", blocks * size),
+                *_state(d, "d", blocks * size),
                 address,
                 stride,
                 inv_n,
@@ -567,8 +568,8 @@ class CpuKernels(ReferenceKernels):
         """``x = x*decay - (+-(alpha*s) * r)``, r None: without it."""
         size, blocks = bucket.block_size, bucket.blocks
         payload = _payload(packed, "packed", blocks, size)
-        reciprocal = None if r is None else _address(r, "r", bucket.elements)
-        state = (reciprocal, _address(decay, "decay", blocks), _address(alpha, "alpha", blocks))
+        reciprocal = _NO_STATE if r is None else _state(r, "r", bucket.elements)
+        state = (*reciprocal, _address(decay, "decay", blocks), _address(alpha, "alpha", blocks))
         table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
         self._call("apply_adam", size, blocks, *table.arguments, *payload, *state)
         table.written(spans)
@@ -606,7 +607,7 @@ class CpuKernels(ReferenceKernels):
         self._call(
             "lamb_products",
             *(size, blocks, lengths, flat_g, *spans_g, flat_m, *packed_m),
-            *(_address(r, "r", blocks * size), out.data_ptr()),
+            *(*_state(r, "r", blocks * size), out.data_ptr()),
         )
         return out
 
@@ -632,7 +633,7 @@ class CpuKernels(ReferenceKernels):
         self._call(
             "lamb_update",
             *(size, blocks, *table.arguments, *_payload(new, "new", blocks, size), flat_old, *packed_old),
-            *(_address(r, "r", elements), _address(fresh, "fresh", elements)),
+            *(*_state(r, "r", elements), _address(fresh, "fresh", elements)),
             *(_address(factors, "factors", 8 * blocks), partials.data_ptr()),
         )
         return partials
@@ -650,7 +651,7 @@ class CpuKernels(ReferenceKernels):
                 blocks,
                 *table.arguments,
                 *_payload(packed, "packed", blocks, size),
-                _address(r, "r", bucket.elements),
+                *_state(r, "r", bucket.elements),
             ),
             *(_address(alpha, "alpha", blocks), _address(wd, "wd", blocks), _address(step, "step", blocks)),
         )
@@ -677,7 +678,7 @@ class CpuKernels(ReferenceKernels):
         self._call(
             "local_step",
             *(bucket.block_size, blocks, *table.arguments, *gradients.arguments[-2:]),
-            *(_address(m, "m", elements), _address(u, "u", elements), _address(r, "r", elements)),
+            *(_address(m, "m", elements), _address(u, "u", elements), *_state(r, "r", elements)),
             *(_address(anchor, "anchor", elements), _address(factors, "factors", 4 * blocks)),
         )
         table.written(spans)

@@ -378,6 +378,13 @@ class CudaKernels(ReferenceKernels):
         dtype = torch.bfloat16 if tensor.dtype is torch.bfloat16 else torch.float32
         return self._address(tensor, name, numel, dtype), _RESIDUALS[dtype]
 
+    def _reciprocals(self, tensor: Tensor | None, numel: int) -> tuple[int, int]:
+        """Address and code of reciprocal denominators, fp32 or, in half the memory, bf16; of none at all."""
+        if tensor is None:
+            return 0, 0
+        dtype = torch.bfloat16 if tensor.dtype is torch.bfloat16 else torch.float32
+        return self._address(tensor, "r", numel, dtype), _DTYPES[dtype]
+
     def _payload(
         self, packed: Packed, name: str, blocks: int, block_size: int, has_scales: bool = True
     ) -> tuple[int, int, int]:
@@ -580,18 +587,23 @@ class CudaKernels(ReferenceKernels):
                 bound = self._bind(bucket, g, "g", device)
         elif r is not None:
             raise ValueError("r must be None with g=None")
-        reciprocal = 0 if r is None else self._address(r, "r", elements)
+        reciprocal, code = self._reciprocals(r, elements)
         residual, suffix = self._residual(e, "e", elements)
         lanes = size // BITS_PER_WORD
-        aligned = residual % (4 * e.element_size()) == 0 and flat_m % 16 == 0 and reciprocal % 16 == 0
-        wide = lanes % 4 == 0 and lanes <= _MAX_THREADS and aligned and not (kind == "flat" and r is not None)
+        narrow = code != _DTYPES[torch.float32]
+        aligned = (
+            residual % (4 * e.element_size()) == 0 and flat_m % 16 == 0 and reciprocal % (8 if narrow else 16) == 0
+        )
+        # (no such kernel for the rest: they would need more registers, or occur in a run's first steps alone)
+        fits = r is None or kind == "packed" or (kind == "none" and not narrow)
+        wide = lanes % 4 == 0 and lanes <= _MAX_THREADS and aligned and fits
         arguments = (
             *(self._lengths(bucket, lo), factor_m, flat_m, *packed_m, factor_g, flat_g),
-            *(*(bound.tables if bound is not None else (0, 0)), reciprocal, residual),
+            *(*(bound.tables if bound is not None else (0, 0)), reciprocal, code, residual),
             *self._payload(out, "out", blocks, size),
             np.float32(scale_factor),
         )
-        name = f"compress_vectors_{kind}{suffix}" if wide else f"compress_{kind}{suffix}"
+        name = f"compress_vectors_{kind}{'_r16' if narrow else ''}{suffix}" if wide else f"compress_{kind}{suffix}"
         self._launch(name, device, size, blocks, arguments, accumulators=1, staged=wide)
 
     def reduce(
@@ -627,7 +639,7 @@ class CudaKernels(ReferenceKernels):
             decay.device,
             (
                 *self._payload(packed, "packed", bucket.blocks, bucket.block_size),
-                0 if r is None else self._address(r, "r", bucket.elements),
+                *self._reciprocals(r, bucket.elements),
                 self._address(decay, "decay", bucket.blocks),
                 self._address(alpha, "alpha", bucket.blocks),
             ),
@@ -677,7 +689,7 @@ class CudaKernels(ReferenceKernels):
         result = torch.empty((blocks, 2), dtype=torch.float64, device=device)
         arguments = (
             *(self._lengths(bucket, lo), flat_g, *(bound.tables if bound is not None else (0, 0))),
-            *(flat_m, *packed_m, self._address(r, "r", blocks * size), result.data_ptr()),
+            *(flat_m, *packed_m, *self._reciprocals(r, blocks * size), result.data_ptr()),
         )
         # two fp64 sums per lane
         self._launch("lamb_products", device, size, blocks, arguments, accumulators=4)
@@ -707,7 +719,7 @@ class CudaKernels(ReferenceKernels):
             spans,
             r.device,
             (
-                *(*self._payload(new, "new", blocks, size), flat, *packed, self._address(r, "r", elements)),
+                *(*self._payload(new, "new", blocks, size), flat, *packed, *self._reciprocals(r, elements)),
                 *(
                     self._address(fresh, "fresh", elements),
                     self._address(factors, "factors", 8 * blocks),
@@ -730,7 +742,7 @@ class CudaKernels(ReferenceKernels):
             r.device,
             (
                 *self._payload(packed, "packed", bucket.blocks, bucket.block_size),
-                self._address(r, "r", bucket.elements),
+                *self._reciprocals(r, bucket.elements),
                 *(self._address(tensor, name, bucket.blocks) for tensor, name in factors),
             ),
         )
@@ -750,14 +762,17 @@ class CudaKernels(ReferenceKernels):
     ) -> None:
         """``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay``."""
         gradients = self._bind(bucket, g, "g", m.device)
-        flats = ((m, "m"), (u, "u"), (r, "r"), (anchor, "anchor"))
-        addresses = [self._address(tensor, name, bucket.elements) for tensor, name in flats]
+        elements = bucket.elements
         self._apply(
             "local_step",
             bucket,
             spans,
             m.device,
-            (gradients.tables[1], *addresses, self._address(factors, "factors", 4 * bucket.blocks)),
+            (
+                *(gradients.tables[1], self._address(m, "m", elements), self._address(u, "u", elements)),
+                *(*self._reciprocals(r, elements), self._address(anchor, "anchor", elements)),
+                self._address(factors, "factors", 4 * bucket.blocks),
+            ),
         )
 
     # ----- BinSGDM ----------------------------------------------------------------------------------------------------

@@ -110,7 +110,8 @@ DEVICE u16 float_to_half(float x) {  // to nearest, ties to even
   return static_cast<u16>(h | sign >> 16);
 }
 
-// An element of a residual: a float, or this in half the memory. Kernels take its type as a template's argument E.
+// An element of state: a float, or this in half the memory. For residuals, which are written too, kernels take its type as a template's
+// argument E; reciprocal denominators, which are only read, say what they are (Reciprocals).
 struct Bfloat {
   u16 bits;
 };
@@ -130,6 +131,31 @@ DEVICE void store4(Bfloat* p, const float* v) {
   x.x = float_to_bfloat(v[0]) | static_cast<u32>(float_to_bfloat(v[1])) << 16;
   x.y = float_to_bfloat(v[2]) | static_cast<u32>(float_to_bfloat(v[3])) << 16;
   *reinterpret_cast<uint2*>(p) = x;
+}
+
+// The reciprocal denominators of one block, fp32 or bf16; `there` is false where there are none.
+struct Reciprocals {
+  const char* at;
+  bool there, narrow;
+
+  MEMBER float one(int i) const {
+    return narrow ? value(reinterpret_cast<const Bfloat*>(at)[i]) : reinterpret_cast<const float*>(at)[i];
+  }
+  MEMBER void four(float* v, int i) const {  // where `wide()` holds
+    if (narrow)
+      load4(v, reinterpret_cast<const Bfloat*>(at) + i);
+    else
+      load4(v, reinterpret_cast<const float*>(at) + i);
+  }
+  MEMBER bool wide() const { return aligned(at, narrow ? 8 : 16); }
+};
+
+DEVICE Reciprocals reciprocals_of_block(const void* r, i64 dtype, int block, i64 block_size) {
+  Reciprocals x;
+  x.there = r != nullptr;
+  x.narrow = dtype == kBfloat16;
+  x.at = static_cast<const char*>(r) + block * block_size * (x.narrow ? 2 : 4);
+  return x;
 }
 
 DEVICE float widen(u32 x, int dtype) { return dtype == kBfloat16 ? bfloat_to_float(x) : half_to_float(x); }
@@ -446,7 +472,7 @@ template <int M, class E> struct Worker {
   const float* m;       // kFlat
   const u32* m_words;   // kPacked
   Run g;                // fp32 where it is flat
-  const float* r;       // may be null
+  Reciprocals r;        // may be absent
   const E* e;
 
   template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
@@ -454,7 +480,7 @@ template <int M, class E> struct Worker {
 #pragma unroll
     for (int q = 0; q < P; ++q) kept[q] = value(e[(plane + q) * lanes + lane]);
 #pragma unroll
-    for (int q = 0; q < P; ++q) weight[q] = r != nullptr ? r[(plane + q) * lanes + lane] : 1.0f;
+    for (int q = 0; q < P; ++q) weight[q] = r.there ? r.one((plane + q) * lanes + lane) : 1.0f;
     if (M == kFlat) {
 #pragma unroll
       for (int q = 0; q < P; ++q) moment[q] = m[(plane + q) * lanes + lane];
@@ -480,7 +506,8 @@ struct CompressArguments {
   const float* g;
   const int* block_span;
   const Span* spans;
-  const float* r;
+  const void* r;
+  i64 r_dtype;
   void* e;
   char* out_raw;
   i64 out_stride, out_per_row;
@@ -503,7 +530,7 @@ template <int M, class E> DEVICE Worker<M, E> worker_of(const CompressArguments&
   }
   w.g = x.spans != nullptr ? run_of_block(x.block_span, x.spans, h.block, x.block_size) : flat_run(x.g, h.block, x.block_size);
   w.b = x.b != nullptr ? x.b[h.block] : 0.0f;
-  w.r = x.r != nullptr ? x.r + h.block * x.block_size : nullptr;
+  w.r = reciprocals_of_block(x.r, x.r_dtype, h.block, x.block_size);
   w.e = residual_of_block<E>(x.e, h.block, x.block_size);
   return w;
 }
@@ -518,8 +545,8 @@ template <int M, class E> DEVICE void compress(const CompressArguments& x, char*
 
 // The same with 16-byte loads and stores (8 bytes of 16-bit values). Squares must be added in the order of the planes, which the vector layout deals to
 // several threads; so y goes through shared memory to a layout in which a thread owns a lane. With a flat momentum, which only the first compressed
-// steps have, there are no registers left for r: such a call takes compress().
-template <int M, class E> DEVICE void compress_vectors(const CompressArguments& x) {
+// steps have, there are no registers left for r: such a call takes compress(). Nor are there for a choice of r's type, which is D here.
+template <int M, class E, class D> DEVICE void compress_vectors(const CompressArguments& x) {
   const Here h = here(x.block_size, x.blocks);
   const Vectors at = Vectors::of(h);
   const Worker<M, E> w = worker_of<M, E>(x, h);
@@ -538,7 +565,7 @@ template <int M, class E> DEVICE void compress_vectors(const CompressArguments& 
     for (int c = 0; c < kChunks; ++c) {
       float moment[4] = {0.0f, 0.0f, 0.0f, 0.0f}, weight[4] = {1.0f, 1.0f, 1.0f, 1.0f};
       if (M == kFlat) load4(moment, w.m + at.at(c));
-      if (M != kFlat && w.r != nullptr) load4(weight, w.r + at.at(c));
+      if (M != kFlat && w.r.there) load4(weight, reinterpret_cast<const D*>(w.r.at) + at.at(c));
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         const int i = 4 * c + q;
@@ -608,25 +635,28 @@ template <class E> struct Server {
 
 #define COMPRESS_PARAMETERS                                                                                            \
   i64 block_size, i64 blocks, const int *lengths, const float *a, const float *m, char *m_raw, i64 m_stride,           \
-      i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, const float *r,         \
-      void *e, char *out_raw, i64 out_stride, i64 out_per_row, float scale_factor, char *scratch
+      i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, const void *r,          \
+      i64 r_dtype, void *e, char *out_raw, i64 out_stride, i64 out_per_row, float scale_factor, char *scratch
 #define COMPRESS_ARGUMENTS                                                                                                 \
-  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, e, out_raw, out_stride, out_per_row, scale_factor}
+  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, r_dtype, e, out_raw, out_stride, out_per_row, scale_factor}
 
-// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither; r: flat or null; e: fp32, or Bfloat where the name says so
+// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither; r: flat or null, fp32 or bf16; e: fp32, or Bfloat where the name says so
 KERNEL onebit_compress_none(COMPRESS_PARAMETERS) { compress<kNone, float>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_flat(COMPRESS_PARAMETERS) { compress<kFlat, float>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_packed(COMPRESS_PARAMETERS) { compress<kPacked, float>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_none_bf16(COMPRESS_PARAMETERS) { compress<kNone, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_flat_bf16(COMPRESS_PARAMETERS) { compress<kFlat, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
 KERNEL onebit_compress_packed_bf16(COMPRESS_PARAMETERS) { compress<kPacked, Bfloat>(COMPRESS_ARGUMENTS, scratch); }
-// for W % 4 == 0, W <= 256, flats at multiples of 16 bytes and e at one of four elements; flat: without r
-KERNEL_128 onebit_compress_vectors_none(COMPRESS_PARAMETERS) { compress_vectors<kNone, float>(COMPRESS_ARGUMENTS); }
-KERNEL_128 onebit_compress_vectors_flat(COMPRESS_PARAMETERS) { compress_vectors<kFlat, float>(COMPRESS_ARGUMENTS); }
-KERNEL_128 onebit_compress_vectors_packed(COMPRESS_PARAMETERS) { compress_vectors<kPacked, float>(COMPRESS_ARGUMENTS); }
-KERNEL_128 onebit_compress_vectors_none_bf16(COMPRESS_PARAMETERS) { compress_vectors<kNone, Bfloat>(COMPRESS_ARGUMENTS); }
-KERNEL_128 onebit_compress_vectors_flat_bf16(COMPRESS_PARAMETERS) { compress_vectors<kFlat, Bfloat>(COMPRESS_ARGUMENTS); }
-KERNEL_128 onebit_compress_vectors_packed_bf16(COMPRESS_PARAMETERS) { compress_vectors<kPacked, Bfloat>(COMPRESS_ARGUMENTS); }
+// for W % 4 == 0, W <= 256, flats at multiples of 16 bytes and e and r at one of four elements; flat: without r; r: fp32, or bf16 where the
+// name says r16
+KERNEL_128 onebit_compress_vectors_none(COMPRESS_PARAMETERS) { compress_vectors<kNone, float, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_flat(COMPRESS_PARAMETERS) { compress_vectors<kFlat, float, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_packed(COMPRESS_PARAMETERS) { compress_vectors<kPacked, float, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_none_bf16(COMPRESS_PARAMETERS) { compress_vectors<kNone, Bfloat, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_flat_bf16(COMPRESS_PARAMETERS) { compress_vectors<kFlat, Bfloat, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_packed_bf16(COMPRESS_PARAMETERS) { compress_vectors<kPacked, Bfloat, float>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_packed_r16(COMPRESS_PARAMETERS) { compress_vectors<kPacked, float, Bfloat>(COMPRESS_ARGUMENTS); }
+KERNEL_128 onebit_compress_vectors_packed_r16_bf16(COMPRESS_PARAMETERS) { compress_vectors<kPacked, Bfloat, Bfloat>(COMPRESS_ARGUMENTS); }
 
 template <class E>
 DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, E* d, char* out_raw,
@@ -817,7 +847,7 @@ KERNEL onebit_grad_stats_total(i64 pieces, const double* sums, i64 tensors, cons
 
 // x = x*decay - (+-(t*r)), t = alpha*s, r may be null for 1 ; -t * r == -(t * r)
 KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
-                         i64 stride, i64 per_row, const float* r, const float* decay, const float* alpha) {
+                         i64 stride, i64 per_row, const void* r, i64 r_dtype, const float* decay, const float* alpha) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
   const Run run = run_of_block(block_span, spans, h.block, block_size);
@@ -826,16 +856,16 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
   const int length = lengths[h.block];
   const float keep = decay[run.first_block];  // of the span: all its blocks belong to one parameter, hence one group
   const float step = mul(alpha[h.block], *in.scale);
-  const float* reciprocal = r != nullptr ? r + h.block * block_size : nullptr;
+  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
   float* x = reinterpret_cast<float*>(run.data);
-  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && aligned(reciprocal, 16)) {
+  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && (!reciprocal.there || reciprocal.wide())) {
     const Vectors at = Vectors::of(h);
-    float v[kChunks][4], w[kChunks][4];
+    float v[kChunks][4];
     u32 words[4];
     load_words4(words, in.words + at.lane);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
-    if (reciprocal == nullptr) {
+    if (!reciprocal.there) {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
@@ -844,13 +874,19 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
       }
       return;
     }
+    const int part = kChunks / 2;  // there are no registers for all of them at once
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(w[c], reciprocal + at.at(c));
+    for (int first = 0; first < kChunks; first += part) {
+      float w[part][4];
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+      for (int c = 0; c < part; ++c) reciprocal.four(w[c], at.at(first + c));
 #pragma unroll
-      for (int q = 0; q < 4; ++q) v[c][q] = sub(mul(v[c][q], keep), flip(mul(step, w[c][q]), words[q], at.plane_of(c)));
-      store4(x + at.at(c), v[c]);
+      for (int k = 0; k < part; ++k) {
+        const int c = first + k;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) v[c][q] = sub(mul(v[c][q], keep), flip(mul(step, w[k][q]), words[q], at.plane_of(c)));
+        store4(x + at.at(c), v[c]);
+      }
     }
     return;
   }
@@ -861,7 +897,7 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
       float v[part], w[part];
       load_planes(v, run, length, h.lanes, lane, k);
 #pragma unroll
-      for (int q = 0; q < part; ++q) w[q] = reciprocal != nullptr ? reciprocal[(k + q) * h.lanes + lane] : 1.0f;
+      for (int q = 0; q < part; ++q) w[q] = reciprocal.there ? reciprocal.one((k + q) * h.lanes + lane) : 1.0f;
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
@@ -875,9 +911,10 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
 
 // g: flat or spans; m: flat or packed (m_raw). h = g*r ; result: fp64 (blocks, 2): sums of h*h and of h*m
 KERNEL_84 onebit_lamb_products(i64 block_size, i64 blocks, const int* lengths, const float* g, const int* block_span,
-                               const Span* spans, const float* m, char* m_raw, i64 m_stride, i64 m_per_row, const float* r,
-                               double* result, char* scratch) {
+                               const Span* spans, const float* m, char* m_raw, i64 m_stride, i64 m_per_row, const void* r,
+                               i64 r_dtype, double* result, char* scratch) {
   const Here h = here(block_size, blocks);
+  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
   const Run run = spans != nullptr ? run_of_block(block_span, spans, h.block, block_size) : flat_run(g, h.block, block_size);
   const int length = h.live && run.held ? lengths[h.block] : 0;
   const i64 start = h.block * block_size;
@@ -900,7 +937,7 @@ KERNEL_84 onebit_lamb_products(i64 block_size, i64 blocks, const int* lengths, c
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
-        weight[q] = i < length ? r[start + i] : 0.0f;
+        weight[q] = i < length ? reciprocal.one(i) : 0.0f;
         moment[q] = words != nullptr ? flip(scale, word, k + q) : i < length ? m[start + i] : 0.0f;
       }
 #pragma unroll
@@ -926,8 +963,9 @@ KERNEL_84 onebit_lamb_products(i64 block_size, i64 blocks, const int* lengths, c
 // result: (blocks, 3): sum of squares of up, of u, largest ratio
 KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
                           i64 stride, i64 per_row, const float* old, char* old_raw, i64 old_stride, i64 old_per_row,
-                          const float* r, float* fresh, const float* factors, float* result, char* scratch) {
+                          const void* r, i64 r_dtype, float* fresh, const float* factors, float* result, char* scratch) {
   const Here h = here(block_size, blocks);
+  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
   const Run run = run_of_block(block_span, spans, h.block, block_size);
   const int length = h.live && run.held ? lengths[h.block] : 0;
   const Bits now = bits_of_block(raw, stride, per_row, h.block, h.lanes);
@@ -957,7 +995,7 @@ KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, co
         const int i = (k + q) * h.lanes + lane;
         const bool valid = i < length;
         x[q] = valid ? reinterpret_cast<const float*>(run.data)[i] : 0.0f;
-        w[q] = valid ? r[start + i] : 0.0f;
+        w[q] = valid ? reciprocal.one(i) : 0.0f;
         moment[q] = valid ? fresh[start + i] : 0.0f;
         before[q] = words_old != nullptr ? flip(s_old, word_old, k + q) : valid ? old[start + i] : 0.0f;
       }
@@ -995,7 +1033,8 @@ KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, co
 
 // x = x - step*u, u = (+-(alpha*s))*r + wd*x
 KERNEL_84 onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
-                         i64 stride, i64 per_row, const float* r, const float* alpha, const float* wd, const float* step) {
+                         i64 stride, i64 per_row, const void* r, i64 r_dtype, const float* alpha, const float* wd,
+                         const float* step) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
   const Run run = run_of_block(block_span, spans, h.block, block_size);
@@ -1003,25 +1042,31 @@ KERNEL_84 onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, cons
   const Bits in = bits_of_block(raw, stride, per_row, h.block, h.lanes);
   const int length = lengths[h.block];
   const float size = mul(alpha[h.block], *in.scale), decay = wd[run.first_block], rate = step[run.first_block];
-  const float* reciprocal = r + h.block * block_size;
+  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
   float* x = reinterpret_cast<float*>(run.data);
-  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && aligned(reciprocal, 16)) {
+  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && reciprocal.wide()) {
     const Vectors at = Vectors::of(h);
-    float v[kChunks][4], w[kChunks][4];
+    float v[kChunks][4];
     u32 words[4];
     load_words4(words, in.words + at.lane);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
+    const int part = kChunks / 2;  // there are no registers for all of them at once
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(w[c], reciprocal + at.at(c));
+    for (int first = 0; first < kChunks; first += part) {
+      float w[part][4];
 #pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+      for (int c = 0; c < part; ++c) reciprocal.four(w[c], at.at(first + c));
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const float u = add(flip(mul(size, w[c][q]), words[q], at.plane_of(c)), mul(decay, v[c][q]));
-        v[c][q] = sub(v[c][q], mul(rate, u));
+      for (int k = 0; k < part; ++k) {
+        const int c = first + k;
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          const float u = add(flip(mul(size, w[k][q]), words[q], at.plane_of(c)), mul(decay, v[c][q]));
+          v[c][q] = sub(v[c][q], mul(rate, u));
+        }
+        store4(x + at.at(c), v[c]);
       }
-      store4(x + at.at(c), v[c]);
     }
     return;
   }
@@ -1032,7 +1077,7 @@ KERNEL_84 onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, cons
       float v[part], w[part];
       load_planes(v, run, length, h.lanes, lane, k);
 #pragma unroll
-      for (int q = 0; q < part; ++q) w[q] = reciprocal[(k + q) * h.lanes + lane];
+      for (int q = 0; q < part; ++q) w[q] = reciprocal.one((k + q) * h.lanes + lane);
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
@@ -1059,7 +1104,8 @@ DEVICE void local_update(const LocalFactors& f, float g, float r, float& m, floa
 }
 
 KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
-                         const Span* gradients, float* m, float* u, const float* r, float* anchor, const float* factors) {
+                         const Span* gradients, float* m, float* u, const void* r, i64 r_dtype, float* anchor,
+                         const float* factors) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
   const Run run = run_of_block(block_span, spans, h.block, block_size);
@@ -1069,9 +1115,10 @@ KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, cons
   const LocalFactors factor = {f[0], f[blocks], f[2 * blocks], f[3 * blocks]};
   const int length = lengths[h.block];
   const i64 start = h.block * block_size;
+  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
   float* x = reinterpret_cast<float*>(run.data);
   if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && aligned(m + start, 16) && aligned(u + start, 16) &&
-      aligned(r + start, 16) && aligned(anchor + start, 16)) {
+      reciprocal.wide() && aligned(anchor + start, 16)) {
     const Vectors at = Vectors::of(h);
     float vg[4 * kChunks];
     load_vectors(vg, grad, at, length, static_cast<int>(block_size));
@@ -1079,7 +1126,7 @@ KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, cons
     for (int c = 0; c < kChunks; ++c) {
       const int i = at.at(c);
       float vr[4], vm[4], vu[4], vx[4], va[4];
-      load4(vr, r + start + i);
+      reciprocal.four(vr, i);
       load4(vm, m + start + i);
       load4(vu, u + start + i);
       load4(vx, x + i);
@@ -1097,7 +1144,7 @@ KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, cons
   for (int i = h.t; i < length; i += h.T) {
     const float g = grad.held ? load1(grad.data, grad.dtype, i) : 0.0f;
     float vm = m[start + i], vu = u[start + i], vx = x[i], va = anchor[start + i];
-    local_update(factor, g, r[start + i], vm, vu, vx, va);
+    local_update(factor, g, reciprocal.one(i), vm, vu, vx, va);
     m[start + i] = vm;
     u[start + i] = vu;
     x[i] = vx;

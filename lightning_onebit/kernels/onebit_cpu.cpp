@@ -24,6 +24,7 @@
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 #include <dlfcn.h>
@@ -46,7 +47,7 @@
 
 namespace {
 
-constexpr int kAbi = 11;
+constexpr int kAbi = 12;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -192,7 +193,7 @@ INLINE uint16_t float_to_bfloat(float x) {  // round to nearest, ties to even
   return static_cast<uint16_t>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-struct Bfloat {  // a residual's element that is kept in 16 bits
+struct Bfloat {  // an element of a residual or a reciprocal denominator that is kept in 16 bits
   uint16_t bits;
 };
 
@@ -604,16 +605,18 @@ enum class Momentum { kNone, kFlat, kPacked };
 enum class Gradient { kNone, kPlain, kScaled };  // scaled: times r
 
 // y = ((a*m) + ((b*g)*r)) + e ; a missing term is +0.0
-template <Momentum M, Gradient G, class E> struct Worker {
+template <Momentum M, Gradient G, class E, class D> struct Worker {
   float a, b;
   const float* m;
   const uint32_t* m_words;
   float m_scale;
-  const float *g, *r;
+  const float* g;
+  const D* r;
   const E* e;
 
   template <int N, int R> struct Tile {
-    const float *m, *g, *scale;
+    const float *m, *g;
+    const D* scale;
     const E* e;
     F<N> a, b;  // a: its product with the scale where m is packed, since a * -s == -(a * s)
     Signs<N> old[R];
@@ -650,13 +653,13 @@ struct CompressArgs {
   const float* b;
   const float* g;
   Spans spans;
-  const float* r;
+  const void* r;
   void* e;
   Payload out;
   float scale_factor;
 };
 
-template <Momentum M, Gradient G, class E> void compress(int threads, const CompressArgs& x) {
+template <Momentum M, Gradient G, class E, class D> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(std::is_same_v<E, float> ? 0 : size);
@@ -664,7 +667,7 @@ template <Momentum M, Gradient G, class E> void compress(int threads, const Comp
     for (int64_t block = first; block < last; ++block) {
       const int64_t length = x.lengths[block];
       prefetch_words<true>(x.out, block, lanes);
-      Worker<M, G, E> worker{};
+      Worker<M, G, E, D> worker{};
       E* const e = static_cast<E*>(x.e) + block * size;
       worker.e = e;
       if (M != Momentum::kNone) worker.a = x.a[block];
@@ -675,7 +678,7 @@ template <Momentum M, Gradient G, class E> void compress(int threads, const Comp
         worker.m_words = old.words;
         worker.m_scale = *old.scale;
       }
-      if (G == Gradient::kScaled) worker.r = x.r + block * size;
+      if (G == Gradient::kScaled) worker.r = static_cast<const D*>(x.r) + block * size;
       if (G != Gradient::kNone) {
         worker.b = x.b[block];
         if (x.spans.data == nullptr) {
@@ -767,27 +770,31 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
 
 // ----- apply and unpack -------------------------------------------------------------------------------------------------
 
+struct None {};  // in the place of the elements of what is not there
+
 // x = x*decay - (+-(t*r)), or without r
-template <bool Scaled> struct ApplyAdam {
+template <class D> struct ApplyAdam {
   int64_t lanes;
   float decay, t;
   const uint32_t* words;
-  const float* r;
+  const D* r;
   float* x;
 
   template <int N, int R> INLINE void run(int64_t lane) {
     Signs<N> signs[R];
     for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
     const F<N> factor = splat<N>(t), keep = splat<N>(decay);
-    const float* const from = r;
+    const D* const from = r;
     float* const to = x;
     const int64_t step = lanes, end = kPlanes * lanes + lane;
     for (int64_t i = lane; i < end; i += step)
       for (int v = 0; v < R; ++v) {
         ask<320, true>(to + i + v * N);
-        if (Scaled) ask<320>(from + i + v * N);
         F<N> size = factor;
-        if (Scaled) size = factor * load<N>(from + i + v * N);
+        if constexpr (!std::is_same_v<D, None>) {
+          ask<320>(from + i + v * N);
+          size = factor * load<N>(from + i + v * N);
+        }
         const F<N> update = signs[v].next(size);
         store<N>(to + i + v * N, load<N>(to + i + v * N) * keep - update);
       }
@@ -822,11 +829,12 @@ struct LambFactors {  // of a block
 };
 
 // h = g*r ; per lane the sums of h*h and of h*m, in fp64: the square of an fp32 number is exact there and no sum can overflow
-struct LambProducts {
+template <class D> struct LambProducts {
   int64_t lanes, length;
   float scale;            // of the packed momentum
   const uint32_t* words;  // null where the momentum is flat
-  const float *m, *g, *r;
+  const float *m, *g;
+  const D* r;
   double *squares, *dots;
 
   template <int N, int R> INLINE void run(int64_t lane) const {
@@ -857,11 +865,12 @@ struct LambProducts {
 };
 
 // ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (+-t)*r ; u = up + wd*x ; ratio = 1/(r*(sqrt(fresh*c2) + eps))
-struct LambUpdate {
+template <class D> struct LambUpdate {
   int64_t lanes, length;
   LambFactors f;
   const uint32_t *words, *old_words;  // old_words: null where the old momentum is flat
-  const float *m_old, *r, *x;
+  const float *m_old, *x;
+  const D* r;
   float* fresh;
   float *up_acc, *u_acc;
   uint32_t* largest;  // per lane, as bits: for numbers >= 0 these are in the order of the values, and a NaN is above all
@@ -878,7 +887,8 @@ struct LambUpdate {
     F<N> up_sum{}, u_sum{};
     U<N> top{};
     const LambFactors k = f;
-    const float *const r_from = r, *const x_from = x, *const m_from = m_old;
+    const D* const r_from = r;
+    const float *const x_from = x, *const m_from = m_old;
     float* const moments = fresh;
     constexpr int kAhead = 512;
     // in a block with padding N is 1
@@ -909,11 +919,11 @@ struct LambUpdate {
 };
 
 // x = x - step*u with u = (+-t)*r + wd*x
-struct LambApply {
+template <class D> struct LambApply {
   int64_t lanes;
   float t, wd, step;
   const uint32_t* words;
-  const float* r;
+  const D* r;
   float* x;
 
   template <int N, int R> INLINE void run(int64_t lane) const {
@@ -921,7 +931,7 @@ struct LambApply {
     for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
     const F<N> factor = splat<N>(t);
     const float wd_ = wd, step_ = step;
-    const float* const from = r;
+    const D* const from = r;
     float* const to = x;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes)
       for (int v = 0; v < R; ++v) {
@@ -1182,6 +1192,12 @@ double sum_squares_16(const void* from, uint8_t dtype, int64_t count) {
 
 // ----- entry points -----------------------------------------------------------------------------------------------------
 
+// Calls work(p) with an address of state in the type that its dtype says: fp32, or bf16 in half the memory.
+template <class Work> INLINE void by_dtype(const void* p, int dtype, const Work& work) {
+  dtype == kBfloat16 ? work(static_cast<const Bfloat*>(p)) : work(static_cast<const float*>(p));
+}
+template <class Pointer> using Element = std::remove_const_t<std::remove_pointer_t<Pointer>>;
+
 EXPORT int onebit_abi() { return kAbi; }
 
 // For measurements and tests: 0 makes the kernels use helpers of their own where they would use torch's OpenMP team.
@@ -1242,27 +1258,27 @@ EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel
 }
 
 // m: flat (m), packed (m_raw) or neither; g: flat (g), spans (span_data) or neither, times r where that is given.
-template <Momentum M, class E> void compress(int threads, const CompressArgs& x) {
-  if (x.g == nullptr && x.spans.data == nullptr) return compress<M, Gradient::kNone, E>(threads, x);
-  if (x.r == nullptr) return compress<M, Gradient::kPlain, E>(threads, x);
-  compress<M, Gradient::kScaled, E>(threads, x);
+template <Momentum M, class E> void compress(int threads, const CompressArgs& x, int r_dtype) {
+  if (x.g == nullptr && x.spans.data == nullptr) return compress<M, Gradient::kNone, E, float>(threads, x);
+  if (x.r == nullptr) return compress<M, Gradient::kPlain, E, float>(threads, x);
+  by_dtype(x.r, r_dtype, [&](auto r) { compress<M, Gradient::kScaled, E, Element<decltype(r)>>(threads, x); });
 }
 
-template <Momentum M> void compress(int threads, const CompressArgs& x, int e_dtype) {
-  e_dtype == kBfloat16 ? compress<M, Bfloat>(threads, x) : compress<M, float>(threads, x);
+template <Momentum M> void compress(int threads, const CompressArgs& x, int r_dtype, int e_dtype) {
+  e_dtype == kBfloat16 ? compress<M, Bfloat>(threads, x, r_dtype) : compress<M, float>(threads, x, r_dtype);
 }
 
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                            void* const* span_data, const uint8_t* span_dtype, const float* r, void* e, int e_dtype,
-                            uint8_t* out_raw, int64_t out_stride, int64_t out_per_row, float scale_factor) {
+                            void* const* span_data, const uint8_t* span_dtype, const void* r, int r_dtype, void* e,
+                            int e_dtype, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row, float scale_factor) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
                        {spans, span_block, span_numel, span_data, span_dtype}, r, e, {out_raw, out_stride, out_per_row},
                        scale_factor};
-  if (m != nullptr) return compress<Momentum::kFlat>(threads, x, e_dtype);
-  if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, e_dtype);
-  compress<Momentum::kNone>(threads, x, e_dtype);
+  if (m != nullptr) return compress<Momentum::kFlat>(threads, x, r_dtype, e_dtype);
+  if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, r_dtype, e_dtype);
+  compress<Momentum::kNone>(threads, x, r_dtype, e_dtype);
 }
 
 template <class E>
@@ -1305,68 +1321,74 @@ EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8
 
 EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* raw,
-                              int64_t stride, int64_t per_row, const float* r, const float* decay, const float* alpha) {
+                              int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* decay, const float* alpha) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const Payload packed{raw, stride, per_row};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch staged(block_size);
-    SpanCursor cursor(table, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      const Run run = cursor.at(block);
-      if (run.data == nullptr) continue;
-      const Block in = block_of(packed, block, lanes);
-      prefetch_words<false>(packed, block, lanes);
-      // every block of a span belongs to one parameter, hence one group, hence one decay
-      const float t = alpha[block] * *in.scale;
-      const float keep = decay[run.first_block];
-      if (r != nullptr) update_run(run, block_size, staged, ApplyAdam<true>{lanes, keep, t, in.words, r + block * block_size, nullptr});
-      else update_run(run, block_size, staged, ApplyAdam<false>{lanes, keep, t, in.words, nullptr, nullptr});
-    }
-  });
+  const auto apply = [&](auto from) {
+    using D = Element<decltype(from)>;
+    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+      Scratch staged(block_size);
+      SpanCursor cursor(table, block_size, first);
+      for (int64_t block = first; block < last; ++block) {
+        const Run run = cursor.at(block);
+        if (run.data == nullptr) continue;
+        const Block in = block_of(packed, block, lanes);
+        prefetch_words<false>(packed, block, lanes);
+        // every block of a span belongs to one parameter, hence one group, hence one decay
+        ApplyAdam<D> tile{lanes, decay[run.first_block], alpha[block] * *in.scale, in.words, nullptr, nullptr};
+        if constexpr (!std::is_same_v<D, None>) tile.r = from + block * block_size;
+        update_run(run, block_size, staged, tile);
+      }
+    });
+  };
+  if (r != nullptr) by_dtype(r, r_dtype, apply);
+  else apply(static_cast<const None*>(nullptr));
 }
 
 // g: flat or spans (span_data); m: flat or packed (m_raw); out: 2 fp64 per block, and 0 where there is no tensor
 EXPORT void onebit_lamb_products(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* g,
                                  int64_t spans, const int64_t* span_block, const int64_t* span_numel, void* const* span_data,
                                  const uint8_t* span_dtype, const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row,
-                                 const float* r, double* out) {
+                                 const void* r, int r_dtype, double* out) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const Payload packed{m_raw, m_stride, m_per_row};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    std::vector<double> squares(lanes), dots(lanes);
-    Scratch staged(block_size);
-    SpanCursor cursor(table, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      double* const result = out + 2 * block;
-      result[0] = result[1] = 0.0;
-      const int64_t length = lengths[block];
-      if (length <= 0) continue;
-      LambProducts products{lanes, length, 0.0f, nullptr, nullptr, nullptr, r + block * block_size, squares.data(), dots.data()};
-      if (g != nullptr) {
-        products.g = g + block * block_size;
-      } else {
-        const Run run = cursor.at(block);
-        if (run.data == nullptr) continue;
-        products.g = whole_block(run, block_size, staged);
+  by_dtype(r, r_dtype, [&](auto from) {
+    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+      std::vector<double> squares(lanes), dots(lanes);
+      Scratch staged(block_size);
+      SpanCursor cursor(table, block_size, first);
+      for (int64_t block = first; block < last; ++block) {
+        double* const result = out + 2 * block;
+        result[0] = result[1] = 0.0;
+        const int64_t length = lengths[block];
+        if (length <= 0) continue;
+        LambProducts<Element<decltype(from)>> products{lanes, length, 0.0f, nullptr, nullptr, nullptr, from + block * block_size, squares.data(), dots.data()};
+        if (g != nullptr) {
+          products.g = g + block * block_size;
+        } else {
+          const Run run = cursor.at(block);
+          if (run.data == nullptr) continue;
+          products.g = whole_block(run, block_size, staged);
+        }
+        if (m_raw != nullptr) {
+          const Block held = block_of(packed, block, lanes);
+          prefetch_words<false>(packed, block, lanes);
+          products.scale = *held.scale;
+          products.words = held.words;
+        } else {
+          products.m = m + block * block_size;
+        }
+        if (length == block_size) {
+          for_each_tile(lanes, products);
+        } else {
+          for (int64_t lane = 0; lane < lanes; ++lane) products.template one<1>(lane);
+        }
+        result[0] = fold_lanes(squares.data(), lanes);
+        result[1] = fold_lanes(dots.data(), lanes);
       }
-      if (m_raw != nullptr) {
-        const Block held = block_of(packed, block, lanes);
-        prefetch_words<false>(packed, block, lanes);
-        products.scale = *held.scale;
-        products.words = held.words;
-      } else {
-        products.m = m + block * block_size;
-      }
-      if (length == block_size) {
-        for_each_tile(lanes, products);
-      } else {
-        for (int64_t lane = 0; lane < lanes; ++lane) products.one<1>(lane);
-      }
-      result[0] = fold_lanes(squares.data(), lanes);
-      result[1] = fold_lanes(dots.data(), lanes);
-    }
+    });
   });
 }
 
@@ -1374,100 +1396,106 @@ EXPORT void onebit_lamb_products(int threads, int64_t block_size, int64_t blocks
 EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                                const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* new_raw,
                                int64_t new_stride, int64_t new_per_row, const float* old, uint8_t* old_raw, int64_t old_stride,
-                               int64_t old_per_row, const float* r, float* fresh, const float* factors, float* out) {
+                               int64_t old_per_row, const void* r, int r_dtype, float* fresh, const float* factors, float* out) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const Payload now{new_raw, new_stride, new_per_row}, before{old_raw, old_stride, old_per_row};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch up(lanes), u(lanes), largest(lanes), staged(block_size);
-    SpanCursor cursor(table, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      const Run run = cursor.at(block);
-      float* const result = out + 3 * block;
-      result[0] = result[1] = result[2] = 0.0f;
-      if (run.data == nullptr || run.length == 0) continue;
-      const auto factor = [&](int row) { return factors[row * blocks + block]; };
-      const Block in = block_of(now, block, lanes);
-      LambUpdate update{};
-      update.lanes = lanes;
-      update.length = run.length;
-      update.f = {factor(0), factor(1), factor(2), factor(3), factor(4), factor(5), factor(7), 0.0f, *in.scale, factor(6) * *in.scale};
-      update.words = in.words;
-      if (old_raw != nullptr) {
-        const Block was = block_of(before, block, lanes);
-        update.f.old_scale = *was.scale;
-        update.old_words = was.words;
-      } else {
-        update.m_old = old + block * block_size;
+  by_dtype(r, r_dtype, [&](auto from) {
+    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+      Scratch up(lanes), u(lanes), largest(lanes), staged(block_size);
+      SpanCursor cursor(table, block_size, first);
+      for (int64_t block = first; block < last; ++block) {
+        const Run run = cursor.at(block);
+        float* const result = out + 3 * block;
+        result[0] = result[1] = result[2] = 0.0f;
+        if (run.data == nullptr || run.length == 0) continue;
+        const auto factor = [&](int row) { return factors[row * blocks + block]; };
+        const Block in = block_of(now, block, lanes);
+        LambUpdate<Element<decltype(from)>> update{};
+        update.lanes = lanes;
+        update.length = run.length;
+        update.f = {factor(0), factor(1), factor(2), factor(3), factor(4), factor(5), factor(7), 0.0f, *in.scale, factor(6) * *in.scale};
+        update.words = in.words;
+        if (old_raw != nullptr) {
+          const Block was = block_of(before, block, lanes);
+          update.f.old_scale = *was.scale;
+          update.old_words = was.words;
+        } else {
+          update.m_old = old + block * block_size;
+        }
+        update.r = from + block * block_size;
+        update.x = whole_block(run, block_size, staged);
+        update.fresh = fresh + block * block_size;
+        update.up_acc = up;
+        update.u_acc = u;
+        update.largest = reinterpret_cast<uint32_t*>(static_cast<float*>(largest));
+        if (run.length == block_size) {
+          for_each_tile(lanes, update);
+        } else {
+          for (int64_t lane = 0; lane < lanes; ++lane) update.template one<1>(lane);
+        }
+        result[0] = fold_lanes(up, lanes);
+        result[1] = fold_lanes(u, lanes);
+        result[2] = bits_as<float>(*std::max_element(update.largest, update.largest + lanes));
       }
-      update.r = r + block * block_size;
-      update.x = whole_block(run, block_size, staged);
-      update.fresh = fresh + block * block_size;
-      update.up_acc = up;
-      update.u_acc = u;
-      update.largest = reinterpret_cast<uint32_t*>(static_cast<float*>(largest));
-      if (run.length == block_size) {
-        for_each_tile(lanes, update);
-      } else {
-        for (int64_t lane = 0; lane < lanes; ++lane) update.one<1>(lane);
-      }
-      result[0] = fold_lanes(up, lanes);
-      result[1] = fold_lanes(u, lanes);
-      result[2] = bits_as<float>(*std::max_element(update.largest, update.largest + lanes));
-    }
+    });
   });
 }
 
 EXPORT void onebit_lamb_apply(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* raw,
-                              int64_t stride, int64_t per_row, const float* r, const float* alpha, const float* wd,
+                              int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* alpha, const float* wd,
                               const float* step) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const Payload packed{raw, stride, per_row};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch staged(block_size);
-    SpanCursor cursor(table, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      const Run run = cursor.at(block);
-      if (run.data == nullptr) continue;
-      const Block in = block_of(packed, block, lanes);
-      prefetch_words<false>(packed, block, lanes);
-      update_run(run, block_size, staged, LambApply{lanes, alpha[block] * *in.scale, wd[run.first_block], step[run.first_block],
-                                                   in.words, r + block * block_size, nullptr});
-    }
+  by_dtype(r, r_dtype, [&](auto from) {
+    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+      Scratch staged(block_size);
+      SpanCursor cursor(table, block_size, first);
+      for (int64_t block = first; block < last; ++block) {
+        const Run run = cursor.at(block);
+        if (run.data == nullptr) continue;
+        const Block in = block_of(packed, block, lanes);
+        prefetch_words<false>(packed, block, lanes);
+        update_run(run, block_size, staged, LambApply<Element<decltype(from)>>{lanes, alpha[block] * *in.scale, wd[run.first_block], step[run.first_block],
+                                                     in.words, from + block * block_size, nullptr});
+      }
+    });
   });
 }
 
 // spans: weights (fp32); g: gradients of the same spans; factors: 4 rows of one fp32 per block (b1, o1, lr, decay)
 EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
-                              void* const* g_data, const uint8_t* g_dtype, float* m, float* u, const float* r, float* anchor,
+                              void* const* g_data, const uint8_t* g_dtype, float* m, float* u, const void* r, int r_dtype, float* anchor,
                               const float* factors) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const Spans gradients{spans, span_block, span_numel, g_data, g_dtype};
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch staged(block_size);
-    SpanCursor cursor(table, block_size, first), gradient_cursor(gradients, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      const Run run = cursor.at(block), gradient = gradient_cursor.at(block);
-      if (run.data == nullptr) continue;
-      const auto factor = [&](int row) { return factors[row * blocks + run.first_block]; };
-      const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3);
-      const int64_t at = block * block_size;
-      const float* const g = whole_block(gradient, block_size, staged);
-      float* __restrict x = static_cast<float*>(run.data);
-      float *__restrict mb = m + at, *__restrict ub = u + at, *__restrict ab = anchor + at;
-      const float* __restrict rb = r + at;
-      for (int64_t i = 0; i < run.length; ++i) {
-        const float moment = b1 * mb[i] + o1 * g[i];
-        const float p = lr * moment;
-        mb[i] = moment;
-        ub[i] = ub[i] + p;
-        x[i] = x[i] * decay - p * rb[i];
-        ab[i] = ab[i] * decay;
+  by_dtype(r, r_dtype, [&](auto from) {
+    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+      Scratch staged(block_size);
+      SpanCursor cursor(table, block_size, first), gradient_cursor(gradients, block_size, first);
+      for (int64_t block = first; block < last; ++block) {
+        const Run run = cursor.at(block), gradient = gradient_cursor.at(block);
+        if (run.data == nullptr) continue;
+        const auto factor = [&](int row) { return factors[row * blocks + run.first_block]; };
+        const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3);
+        const int64_t at = block * block_size;
+        const float* const g = whole_block(gradient, block_size, staged);
+        float* __restrict x = static_cast<float*>(run.data);
+        float *__restrict mb = m + at, *__restrict ub = u + at, *__restrict ab = anchor + at;
+        const auto* __restrict rb = from + at;
+        for (int64_t i = 0; i < run.length; ++i) {
+          const float moment = b1 * mb[i] + o1 * g[i];
+          const float p = lr * moment;
+          mb[i] = moment;
+          ub[i] = ub[i] + p;
+          x[i] = x[i] * decay - p * load<1>(rb + i);
+          ab[i] = ab[i] * decay;
+        }
       }
-    }
+    });
   });
 }
 

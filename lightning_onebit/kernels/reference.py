@@ -219,8 +219,8 @@ class ReferenceKernels:
                 it), or None (+0.0).
             e: flat of the range, worker residual, fp32 or bf16; read and overwritten (rounded to its dtype).
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
-            r: fp32 flat of the range, reciprocal denominators by which the gradient is multiplied; None: by nothing (and None
-                with ``g=None``).
+            r: flat of the range, fp32 or bf16, reciprocal denominators by which the gradient is multiplied; None: by nothing (and
+                None with ``g=None``).
             scale_factor: what a block's scale is, in units of its root mean square; rounded to fp32.
         """
         if r is not None and g is None:
@@ -283,7 +283,7 @@ class ReferenceKernels:
             bucket: the block map (whole bucket).
             spans: fp32 weights, one 1-D tensor per span, updated in place; None spans are left alone.
             packed: bits and scales of all the bucket's blocks.
-            r: fp32 flat ``(elements,)``, reciprocal denominators; None: what was exchanged holds them already.
+            r: flat ``(elements,)``, fp32 or bf16, reciprocal denominators; None: what was exchanged holds them already.
             decay: fp32 ``(blocks,)``, ``1 - lr * weight_decay``.
             alpha: fp32 ``(blocks,)``, ``lr`` with its bias correction.
         """
@@ -323,7 +323,7 @@ class ReferenceKernels:
             hi: one past the last block.
             g: gradient: span tensors of the whole bucket (``lo, hi`` must then be all of it; None: 0), or fp32 flat of the range.
             m: momentum: fp32 flat of the range, or ``Packed`` with the blocks of the range.
-            r: fp32 flat of the range, reciprocal denominators.
+            r: flat of the range, fp32 or bf16, reciprocal denominators.
 
         Returns:
             fp64 ``(hi - lo, 2)``.
@@ -364,7 +364,7 @@ class ReferenceKernels:
             spans: fp32 weights, one per span; blocks of None spans are left alone and give zeros.
             new: exchanged momentum.
             old: momentum before the exchange (packed, or fp32 flat).
-            r: fp32 flat reciprocal denominators.
+            r: flat reciprocal denominators, fp32 or bf16.
             fresh: fp32 flat, updated in place.
             factors: fp32 ``(8, blocks)``: b1, i1 = 1/(1-b1), b2, o2 = 1-b2, c2 = 1/(1-b2^T), eps, alpha, wd.
 
@@ -407,7 +407,7 @@ class ReferenceKernels:
     def lamb_apply(
         self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor, alpha: Tensor, wd: Tensor, step: Tensor
     ) -> None:
-        """Second pass: ``x = x - step*u`` with ``u = (alpha*m)*r + wd*x``; alpha, wd, step: fp32 ``(blocks,)``."""
+        """Second pass: ``x = x - step*u`` with ``u = (alpha*m)*r + wd*x``; alpha, wd, step: fp32 ``(blocks,)``, r: fp32 or bf16."""
         bs = bucket.block_size
         negative = unpack_bits(packed.words).flatten(0, 1)
         up = _signed(alpha * packed.scales.flatten(), negative) * _as_blocks(r, bs)
@@ -438,7 +438,7 @@ class ReferenceKernels:
             g: local gradients, any float dtype; None counts as +0.0.
             m: fp32 flat local momentum.
             u: fp32 flat update accumulated since the last synchronisation.
-            r: fp32 flat reciprocal denominators.
+            r: flat reciprocal denominators, fp32 or bf16.
             anchor: fp32 flat weights of the last synchronisation.
             factors: fp32 ``(4, blocks)``: b1, o1 (``1-b1`` times a clipping factor), lr, decay.
         """

@@ -66,6 +66,9 @@ class OnebitAdam(CompressingAdam):
         overlap: ``"step"``, or ``"backward"`` to send buckets as their gradients land (no clipping, no skipping of steps;
             nothing may change gradients after backward).
         residual_dtype: ``"float32"`` or ``"bfloat16"`` (half the memory of the residuals, some accuracy).
+        denominator_dtype: ``"float32"`` or ``"bfloat16"``: half the memory of the frozen reciprocal denominators, 2 bytes per
+            parameter, and less to read in every compressed step. A coordinate's step is then off by a constant factor of at most
+            1 + 2**-8 until the next refresh.
 
     Raises:
         TypeError: an option or parameter of the wrong type (sparse and complex parameters among them).
@@ -104,6 +107,7 @@ class OnebitAdam(CompressingAdam):
         timeout: float = 1800.0,
         overlap: str = "step",
         residual_dtype: str = "float32",
+        denominator_dtype: str = "float32",
     ) -> None:
         check_flag("preconditioned", preconditioned)
         super().__init__(
@@ -120,6 +124,7 @@ class OnebitAdam(CompressingAdam):
                 timeout=timeout,
                 overlap=overlap,
                 residual_dtype=residual_dtype,
+                denominator_dtype=denominator_dtype,
             ),
             {
                 "freeze_step": freeze_step,

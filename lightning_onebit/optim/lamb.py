@@ -107,6 +107,7 @@ class OnebitLamb(CompressingAdam):
         timeout: see ``OnebitAdam``.
         overlap: see ``OnebitAdam``.
         residual_dtype: see ``OnebitAdam``.
+        denominator_dtype: see ``OnebitAdam``.
 
     Raises:
         TypeError: an option or parameter of the wrong type.
@@ -150,6 +151,7 @@ class OnebitLamb(CompressingAdam):
         timeout: float = 1800.0,
         overlap: str = "step",
         residual_dtype: str = "float32",
+        denominator_dtype: str = "float32",
     ) -> None:
         check_number("max_coeff", max_coeff, above=0)
         check_number("min_coeff", min_coeff, least=0, most=max_coeff)
@@ -201,6 +203,7 @@ class OnebitLamb(CompressingAdam):
                 timeout=timeout,
                 overlap=overlap,
                 residual_dtype=residual_dtype,
+                denominator_dtype=denominator_dtype,
             ),
             {
                 "freeze_step": freeze_step,

@@ -16,6 +16,7 @@ from lightning_onebit.optim.options import CommonOptions, check_flag, check_inte
 from lightning_onebit.optim.rules import (
     dense_adamw_,
     floor_second_moment_,
+    fp32_zeros_like,
     precondition_,
     reciprocal_denominator_,
     second_moment_from_reciprocal,
@@ -109,19 +110,27 @@ class AdamMoments(OnebitOptimizer):
         return {**super()._rank_layout(), **({"preconditioned": True} if self._preconditioned else {})}
 
     def _enter_compressed(self) -> None:
-        """Inverts the denominators once; v gives its memory to them."""
+        """Inverts the denominators once; v gives its memory to them where they are fp32 too."""
         v = self._flat.pop("v")
         for i in self._slots:
             self._variance_steps.setdefault(i, self._t[i])
-        self._invert(v, v)
-        self._flat["r"] = v
+        r = self._flat["r"] = (
+            v if self._reciprocal_dtype is v.dtype else torch.zeros_like(v, dtype=self._reciprocal_dtype)
+        )
+        self._invert(v, r)
 
     def _leave_compressed(self) -> None:
         r = self._flat.pop("r", None)
         if r is not None:
             self._flat["m"].masked_fill_(r == 0, 0.0)  # noise that nothing has divided so far
-            self._flat["v"] = self._second_moments(r, r)
+            self._flat["v"] = self._second_moments(r, r if r.dtype is torch.float32 else fp32_zeros_like(r))
         self._variance_steps = {}
+
+    @property
+    def _reciprocal_dtype(self) -> torch.dtype:
+        """In which reciprocal denominators are kept."""
+        dtype: torch.dtype = getattr(torch, self.options.denominator_dtype)
+        return dtype
 
     def _invert(self, v: Tensor, out: Tensor) -> None:
         """Reciprocal denominators of all compressed parameters (flats over all blocks; may be the same)."""
@@ -178,7 +187,7 @@ class AdamMoments(OnebitOptimizer):
             # exact, where exp_avg is the same to rounding
             yield "preconditioned_momentum", self._exchanged_flat()
         if "v" not in self._flat:
-            yield "exp_avg_sq", self._second_moments(r, torch.zeros_like(r))
+            yield "exp_avg_sq", self._second_moments(r, fp32_zeros_like(r))
 
     def _settled(self, v: Tensor) -> Tensor:
         """Second moments (flat over all blocks, in place) with the floor of their denominators in them, as if updated at every step."""
@@ -189,7 +198,7 @@ class AdamMoments(OnebitOptimizer):
         return v
 
     def _second_moments(self, r: Tensor, out: Tensor, *, aged: bool = True) -> Tensor:
-        """Moments of frozen denominators (flats over all blocks; may be the same), as if updated at every step.
+        """Moments of frozen denominators (flats over all blocks; may be the same if r is fp32), as if updated at every step.
 
         Whoever corrects their bias by the number of steps sees what had frozen. ``aged=False``: of the updates they have had.
         """
@@ -236,7 +245,7 @@ class AdamMoments(OnebitOptimizer):
         self._load_arena(self._flat["r"], "reciprocal_denominator", saved)
         if not self._preconditioned:
             return
-        m = torch.zeros_like(self._flat["r"])
+        m = fp32_zeros_like(self._flat["r"])
         if any("preconditioned_momentum" in state for state in saved.values()):
             self._flat.pop("m", None)
             self._load_arena(m, "preconditioned_momentum", saved)

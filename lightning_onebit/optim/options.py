@@ -101,6 +101,8 @@ class CommonOptions:
             (a non-finite gradient is then an error on all ranks); parameters that are trainable but get no gradient
             count as zero gradients.
         residual_dtype: ``"float32"``, or ``"bfloat16"`` to halve the residuals' memory at some cost in accuracy.
+        denominator_dtype: ``"float32"``, or ``"bfloat16"`` to halve the memory of the frozen reciprocal denominators, which are then
+            right to 1 part in 256.
     """
 
     block_size: int = 2048
@@ -113,6 +115,7 @@ class CommonOptions:
     timeout: float = 1800.0
     overlap: str = "step"
     residual_dtype: str = "float32"
+    denominator_dtype: str = "float32"
 
     def __post_init__(self) -> None:
         """Checks every option.
@@ -137,6 +140,7 @@ class CommonOptions:
         check_number("timeout", self.timeout, above=0)
         check_choice("overlap", self.overlap, ("step", "backward"))
         check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
+        check_choice("denominator_dtype", self.denominator_dtype, ("float32", "bfloat16"))
         if self.overlap == "backward" and self.max_grad_norm is not None:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} needs all gradients before the first is sent, overlap='backward' sends them as they "

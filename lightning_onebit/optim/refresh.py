@@ -15,6 +15,7 @@ from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.moments import AdamMoments
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
 from lightning_onebit.optim.policies import ShrinkPolicy
+from lightning_onebit.optim.rules import fp32_zeros_like
 
 log = logging.getLogger("lightning_onebit")
 
@@ -86,7 +87,7 @@ class RefreshingAdam(AdamMoments):
                 self._momentum_before = self._momentum
             self._hold_momentum_flat()
             r = self._flat["r"]
-            self._flat["v"] = self._second_moments(r, torch.zeros_like(r), aged=False)
+            self._flat["v"] = self._second_moments(r, fp32_zeros_like(r), aged=False)
         interval = self._interval
         assert interval is not None
         updates = 1 + interval // self.settings["refresh_steps"]
@@ -204,7 +205,7 @@ class RefreshingAdam(AdamMoments):
         if not refreshing or "r" not in self._flat:
             return
         for name, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
-            self._flat[name] = torch.zeros_like(self._flat["r"])
+            self._flat[name] = fp32_zeros_like(self._flat["r"])
             self._load_moment(self._flat[name], key, saved)
         self._momentum = []
 

@@ -100,7 +100,7 @@ def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, c
 
     Args:
         v: fp32 1-D second moments of one parameter tensor; unchanged unless ``out`` is ``v``.
-        out: fp32 1-D, may be ``v``.
+        out: 1-D, fp32 (may be ``v``) or bf16, to which the fp32 result is rounded.
         phi: the optimizer's ``denominator_floor``.
         eps: the optimizer's ``eps``.
         correction: ``1 - b2**k`` with bias correction, 1 without.
@@ -116,8 +116,13 @@ def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, c
         out[start : start + _CHUNK] = torch.reciprocal(vd.div_(scale).sqrt_().add_(eps))
 
 
+def fp32_zeros_like(r: Tensor) -> Tensor:
+    """A flat for moments: one fp32 zero for each reciprocal denominator, which may be kept in 16 bits."""
+    return torch.zeros_like(r, dtype=torch.float32)
+
+
 def precondition_(m: Tensor, r: Tensor) -> None:
-    """``m = m*r`` in place: a momentum in the units of the step that it makes (fp32 1-D, r: reciprocal denominators)."""
+    """``m = m*r`` in place: a momentum in the units of the step that it makes (fp32 1-D, r: reciprocal denominators, fp32 or bf16)."""
     m.mul_(r)
 
 
@@ -223,6 +228,7 @@ def _portions(numels: Sequence[int]) -> list[list[int]]:
 
 
 def second_moment_from_reciprocal(r: Tensor, *, eps: float, correction: float) -> Tensor:
-    """The second moments that ``reciprocal_denominator_`` was given, floor applied, to rounding (0 where ``r`` is 0)."""
+    """The second moments that ``reciprocal_denominator_`` was given, floor applied, to rounding (0 where ``r`` is 0); fp32."""
+    r = r.float()
     root = torch.where(r > 0, torch.reciprocal(r) - eps, torch.zeros_like(r)).clamp_(min=0)
     return root.square_().mul_(correction)

@@ -92,6 +92,7 @@ class ZeroOneAdam(RefreshingAdam):
         kernels: see ``OnebitAdam``.
         timeout: see ``OnebitAdam``.
         residual_dtype: see ``OnebitAdam``.
+        denominator_dtype: see ``OnebitAdam``.
 
     Raises:
         TypeError: an option or parameter of the wrong type.
@@ -137,6 +138,7 @@ class ZeroOneAdam(RefreshingAdam):
         kernels: str = "auto",
         timeout: float = 1800.0,
         residual_dtype: str = "float32",
+        denominator_dtype: str = "float32",
     ) -> None:
         check_integer("var_freeze_step", var_freeze_step, least=1, optional=True)
         check_integer("var_update_scaler", var_update_scaler, least=1)
@@ -201,6 +203,7 @@ class ZeroOneAdam(RefreshingAdam):
                 kernels=kernels,
                 timeout=timeout,
                 residual_dtype=residual_dtype,
+                denominator_dtype=denominator_dtype,
             ),
             {
                 "var_freeze_step": var_freeze_step,
@@ -353,7 +356,7 @@ class ZeroOneAdam(RefreshingAdam):
         """From updates before they are divided by their denominators to changes of weights."""
         r = self._flat.get("r")
         if r is None:  # alone, for later
-            r = torch.zeros_like(self._flat["v"])
+            r = torch.zeros_like(self._flat["v"], dtype=self._reciprocal_dtype)
             self._invert(self._flat["v"], r)
         for bucket in self._buckets():
             parts = (
@@ -432,7 +435,7 @@ class ZeroOneAdam(RefreshingAdam):
     def _prepare_one_bit(self) -> None:
         """Allocates what one-bit rounds need: residuals and reciprocal denominators."""
         if "r" not in self._flat:
-            self._flat["r"] = torch.zeros_like(self._flat["v"])
+            self._flat["r"] = torch.zeros_like(self._flat["v"], dtype=self._reciprocal_dtype)
             for i in self._slots:
                 self._variance_steps.setdefault(i, self._t[i])
             self._invert(self._flat["v"], self._flat["r"])

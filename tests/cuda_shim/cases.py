@@ -65,6 +65,10 @@ class World:
     def flat(self, *, positive: bool = False) -> Tensor:
         return self.put(self.host_flat(positive=positive))
 
+    def reciprocals(self, dtype: torch.dtype = torch.float32, *, positive: bool = True) -> Tensor:
+        """A flat as reciprocal denominators are kept."""
+        return self.put(self.host_flat(positive=positive).to(dtype))
+
     def residual(self, dtype: torch.dtype) -> Tensor:
         """A flat as residuals are kept; its third block is full of numbers that are denormal in bf16 as well."""
         flat = self.host_flat()
@@ -144,7 +148,7 @@ def _present(tensors: Sequence[Tensor | None]) -> Results:
 
 
 def compress(
-    w: World, momentum: str, gradient: str, residual: torch.dtype = torch.float32, preconditioned: bool = False
+    w: World, momentum: str, gradient: str, residual: torch.dtype = torch.float32, times: torch.dtype | None = None
 ) -> Results:
     e, out = w.residual(residual), w.output()
     m = {"none": None, "flat": w.flat(), "packed": w.momentum()}[momentum]
@@ -160,18 +164,18 @@ def compress(
     }[gradient]()
     a, b = w.factors(w.blocks), w.factors(w.blocks)
     factors = {"a": None if m is None else a, "b": None if g is None else b}
-    r = w.flat() if preconditioned else None
+    r = None if times is None else w.reciprocals(times, positive=False)
     w.kernels.compress(w.bucket, 0, w.blocks, m=m, g=g, e=e, out=out, r=r, scale_factor=1.3, **factors)
     return [e, out.raw]
 
 
-def compress_range(w: World, residual: torch.dtype = torch.float32, preconditioned: bool = False) -> Results:
+def compress_range(w: World, residual: torch.dtype = torch.float32, times: torch.dtype | None = None) -> Results:
     lo, hi = w.row_blocks, 2 * w.row_blocks
     part = slice(lo * w.size, hi * w.size)
     e, g, out = w.residual(residual)[part], w.flat()[part], w.payload(1, w.row_blocks, fill=False)
     m = w.momentum().narrow(1, 1)
     a, b = w.factors(w.blocks), w.factors(w.blocks)
-    r = w.flat()[part] if preconditioned else None
+    r = None if times is None else w.reciprocals(times, positive=False)[part]
     w.kernels.compress(w.bucket, lo, hi, a=a[lo:hi], m=m, b=b[lo:hi], g=g, e=e, out=out, r=r)
     return [e, out.raw]
 
@@ -218,17 +222,17 @@ def scatter_odd(w: World) -> Results:
     return _present(spans)
 
 
-def apply_adam(w: World, shift: int, preconditioned: bool = False) -> Results:
+def apply_adam(w: World, shift: int, times: torch.dtype | None = torch.float32) -> Results:
     spans = w.spans(dtypes=DTYPES[:1], shift=shift)
-    r, decay, alpha = w.flat(positive=True), w.per_param(0.9), w.per_param(0.0, 0.1)
-    w.kernels.apply_adam(w.bucket, spans, w.momentum(), None if preconditioned else r, decay, alpha)
+    r, decay, alpha = w.reciprocals(times or torch.float32), w.per_param(0.9), w.per_param(0.0, 0.1)
+    w.kernels.apply_adam(w.bucket, spans, w.momentum(), None if times is None else r, decay, alpha)
     return _present(spans)
 
 
-def lamb_products(w: World, m: str, g: str) -> Results:
+def lamb_products(w: World, m: str, g: str, times: torch.dtype = torch.float32) -> Results:
     gradient: Any = {"flat": w.flat, "spans": w.spans, "odd": w.odd_spans}[g]()
     momentum = w.momentum() if m == "packed" else w.flat()
-    return [w.kernels.lamb_products(w.bucket, 0, w.blocks, g=gradient, m=momentum, r=w.flat(positive=True))]
+    return [w.kernels.lamb_products(w.bucket, 0, w.blocks, g=gradient, m=momentum, r=w.reciprocals(times))]
 
 
 def lamb_products_range(w: World) -> Results:
@@ -238,30 +242,30 @@ def lamb_products_range(w: World) -> Results:
     return [w.kernels.lamb_products(w.bucket, lo, hi, g=g, m=momentum, r=r)]
 
 
-def lamb_update(w: World, old: str) -> Results:
+def lamb_update(w: World, old: str, times: torch.dtype = torch.float32) -> Results:
     spans = w.spans(dtypes=DTYPES[:1])
     rows = ((0.8, 0.99), (5, 10), (0.9, 0.999), (0.001, 0.1), (1, 2), (1e-8, 1e-6), (0.5, 1), (0, 0.1))
     factors = torch.cat([w.factors(1, w.blocks, low=low, high=high) for low, high in rows])
     fresh = w.flat(positive=True)
     before = w.momentum() if old == "packed" else w.flat()
     norms = w.kernels.lamb_update(
-        w.bucket, spans, w.momentum(), before, w.flat(positive=True), fresh, w.put(factors.cpu())
+        w.bucket, spans, w.momentum(), before, w.reciprocals(times), fresh, w.put(factors.cpu())
     )
     return [norms, fresh]
 
 
-def lamb_apply(w: World, shift: int) -> Results:
+def lamb_apply(w: World, shift: int, times: torch.dtype = torch.float32) -> Results:
     spans = w.spans(dtypes=DTYPES[:1], shift=shift)
     w.kernels.lamb_apply(
-        w.bucket, spans, w.momentum(), w.flat(positive=True), w.per_param(), w.per_param(0, 0.1), w.per_param(0, 0.01)
+        w.bucket, spans, w.momentum(), w.reciprocals(times), w.per_param(), w.per_param(0, 0.1), w.per_param(0, 0.01)
     )
     return _present(spans)
 
 
-def local_step(w: World, gradient: str) -> Results:
+def local_step(w: World, gradient: str, times: torch.dtype = torch.float32) -> Results:
     spans = w.spans(dtypes=DTYPES[:1], missing=2)
     grads = w.odd_spans() if gradient == "odd" else w.spans(shift=int(gradient == "shifted"))
-    m, u, r, anchor = w.flat(), w.flat(), w.flat(positive=True), w.flat()
+    m, u, r, anchor = w.flat(), w.flat(), w.reciprocals(times), w.flat()
     factors = w.put(torch.stack([w.per_param().cpu() for _ in range(4)]))
     w.kernels.local_step(w.bucket, spans, grads, m, u, r, anchor, factors)
     return [m, u, anchor, *_present(spans)]
@@ -322,7 +326,7 @@ CASES: dict[str, Callable[[World], Results]] = {
     "compress range": compress_range,
     **{
         f"compress {m} {g} times r, {str(dtype).removeprefix('torch.')} residual": (
-            lambda w, m=m, g=g, dtype=dtype: compress(w, m, g, dtype, preconditioned=True)
+            lambda w, m=m, g=g, dtype=dtype: compress(w, m, g, dtype, torch.float32)
         )
         for m, g, dtype in (
             ("none", "flat", torch.float32),
@@ -331,7 +335,19 @@ CASES: dict[str, Callable[[World], Results]] = {
             ("packed", "bf16", torch.bfloat16),
         )
     },
-    "compress range times r": lambda w: compress_range(w, preconditioned=True),
+    "compress range times r": lambda w: compress_range(w, times=torch.float32),
+    **{
+        f"compress {m} {g} times bf16 r, {str(dtype).removeprefix('torch.')} residual": (
+            lambda w, m=m, g=g, dtype=dtype: compress(w, m, g, dtype, torch.bfloat16)
+        )
+        for m, g, dtype in (
+            ("none", "flat", torch.float32),
+            ("flat", "odd", torch.bfloat16),
+            ("packed", "spans", torch.float32),
+            ("packed", "shifted", torch.bfloat16),
+        )
+    },
+    "compress range times bf16 r": lambda w: compress_range(w, times=torch.bfloat16),
     **{f"reduce {rows}": (lambda w, rows=rows: reduce(w, rows)) for rows in (1, 2, 3, 7)},
     **{
         f"compress {m} {g}, bf16 residual": (lambda w, m=m, g=g: compress(w, m, g, torch.bfloat16))
@@ -345,15 +361,20 @@ CASES: dict[str, Callable[[World], Results]] = {
     "gather odd": gather_odd,
     "scatter odd": scatter_odd,
     **{f"apply_adam shifted {s}": (lambda w, s=s: apply_adam(w, s)) for s in (0, 1)},
-    **{f"apply_adam shifted {s} without r": (lambda w, s=s: apply_adam(w, s, preconditioned=True)) for s in (0, 1)},
+    **{f"apply_adam shifted {s} without r": (lambda w, s=s: apply_adam(w, s, None)) for s in (0, 1)},
+    **{f"apply_adam shifted {s}, bf16 r": (lambda w, s=s: apply_adam(w, s, torch.bfloat16)) for s in (0, 1)},
     **{
         f"lamb_products {m} {g}": (lambda w, m=m, g=g: lamb_products(w, m, g))
         for m, g in (("flat", "flat"), ("flat", "spans"), ("packed", "spans"), ("packed", "odd"))
     },
+    "lamb_products packed spans, bf16 r": lambda w: lamb_products(w, "packed", "spans", torch.bfloat16),
     "lamb_products range": lamb_products_range,
     **{f"lamb_update {old}": (lambda w, old=old: lamb_update(w, old)) for old in ("flat", "packed")},
+    "lamb_update packed, bf16 r": lambda w: lamb_update(w, "packed", torch.bfloat16),
     **{f"lamb_apply shifted {s}": (lambda w, s=s: lamb_apply(w, s)) for s in (0, 1)},
+    **{f"lamb_apply shifted {s}, bf16 r": (lambda w, s=s: lamb_apply(w, s, torch.bfloat16)) for s in (0, 1)},
     **{f"local_step {g}": (lambda w, g=g: local_step(w, g)) for g in ("spans", "shifted", "odd")},
+    **{f"local_step {g}, bf16 r": (lambda w, g=g: local_step(w, g, torch.bfloat16)) for g in ("spans", "shifted")},
     **{f"sample {g}": (lambda w, g=g: sample(w, g)) for g in ("flat", "spans", "odd")},
     "sample without a floor": lambda w: sample(w, "spans", 0.0),
     **{

@@ -37,12 +37,14 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16": (torch.bfloat16, {}),
     "fp16": (torch.float16, {}),
     "bf16 residuals": (torch.float32, {"residual_dtype": "bfloat16"}),
+    "bf16 denominators": (torch.float32, {"denominator_dtype": "bfloat16"}),
 }
 
 
 def runs(*kinds: str) -> list[tuple[str, str]]:
-    """Every optimizer with every kind that it has (BinSGDM keeps no residuals)."""
-    return [(o, k) for o in OPTIMIZERS for k in kinds if not ("residuals" in k and o.startswith("binsgdm"))]
+    """Every optimizer with every kind that it has (BinSGDM keeps neither residuals nor denominators)."""
+    state = ("bf16 residuals", "bf16 denominators")
+    return [(o, k) for o in OPTIMIZERS for k in kinds if not (k in state and o.startswith("binsgdm"))]
 
 
 def parameters(device: str, dtype: torch.dtype) -> list[nn.Parameter]:
