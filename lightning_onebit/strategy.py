@@ -101,7 +101,8 @@ class OnebitMixin(_Base):
         bias_correction: correct the moments' bias as AdamW does.
         block_size: elements that share one scale.
         max_grad_norm: clip the global gradient norm.
-        denominator_floor: smallest denominator relative to its tensor's mean (BinSGDM: to its block's).
+        denominator_floor: smallest denominator relative to the root of its tensor's mean second moment (BinSGDM: to its block's
+            root mean square of magnitudes).
         force_compression: compress even in a world of one rank.
         bucket_mb: MB of fp32 gradients per bucket.
         max_consecutive_skips: the error comes with this many steps in a row skipped for non-finite gradients (0: with the first one,
@@ -120,7 +121,7 @@ class OnebitMixin(_Base):
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
             ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
         scale_factor: all but BinSGDM: the magnitude that a block is sent with, in units of its root mean square. None: 1, or 1.25
-            for 1-bit LAMB.
+            for 1-bit LAMB (1 with ``trust_ratio="frozen"``).
         refresh_interval: 1-bit Adam, 1-bit LAMB and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"``
             (default) or ``"never"``, see ``OnebitAdam`` and ``OnebitLamb``.
         refresh_steps: the same: dense steps of a refresh.

@@ -53,8 +53,8 @@ class OnebitAdam(CompressingAdam):
             steps have become a tenth smaller, which they do where gradients go on shrinking after the freeze;
             ``"never"``: they stay as they froze, as published (docs/freeze). A refresh holds 8 bytes per parameter more while it lasts.
         refresh_steps: dense steps of a refresh, >= 1 (None: 4); between them they count for all steps since the last one.
-        denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times their
-            tensor's mean.
+        denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times the root of their
+            tensor's mean second moment (of those that are not 0).
         process_group: ranks that train together; None: the default group.
         force_compression: compress even in a world of one rank.
         bucket_mb: about how many MB of fp32 gradients one bucket carries.
