@@ -11,8 +11,10 @@ Two tables, each measured side by side in one process, all candidates in turn in
   read once and each output written once; a copy counts 8 bytes per element.
 * **step**: what a compressed 1-bit Adam step computes on a rank of 2, everything but waiting for the network (gradient statistics,
   compress, server part for half of the blocks from 2 streams, apply), over fused AdamW on tensors of the same shapes with the same
-  threads. Beside it, torch operations that do nothing but read and write the same memory, bits aside (sum, add_, mul_, add_).
-  Once for one tensor, once for the shapes of a transformer. The steps go through the buckets as the exchange does.
+  threads; with state in fp32, with ``denominator_dtype="bfloat16"`` and with ``residual_dtype="bfloat16"`` besides. Beside it, torch
+  operations that do nothing but read and write the same memory, bits aside (sum, add_, mul_, add_). Once for one tensor, once for the
+  shapes of a transformer. The steps go through the buckets as the exchange does. Of each candidate it says how many bytes it reads: a
+  processor whose reads are the limit takes time in proportion to them.
 
 Prints the tables and writes ``kernels.json`` and ``kernels.png`` into ``--out``.
 """
@@ -111,6 +113,7 @@ class Case:
         return {
             "grad_stats": (4, lambda: kernels.grad_stats([self.g])),
             "compress, preconditioned": (16 + 2 * BITS, compress(self.old, [self.g], self.r)),
+            "compress, bf16 denominators": (14 + 2 * BITS, compress(self.old, [self.g], self.r.bfloat16())),
             "compress": (12 + 2 * BITS, compress(self.old, [self.g])),
             "compress, bf16 gradient": (10 + 2 * BITS, compress(self.old, [self.g16])),
             "compress, fp32 momentum": (16 + BITS, compress(self.m, [self.g])),
@@ -225,9 +228,17 @@ class Step:
 
     parts = ("grad_stats", "compress", "reduce", "apply_adam")
 
-    def __init__(self, kernels: KernelBackend, gradients: Sequence[Tensor], bucket_mb: float) -> None:
+    def __init__(
+        self,
+        kernels: KernelBackend,
+        gradients: Sequence[Tensor],
+        bucket_mb: float,
+        denominators: torch.dtype = torch.float32,
+        residuals: torch.dtype = torch.float32,
+    ) -> None:
         self.kernels = kernels
         self.gradients = gradients
+        self.denominators, self.residuals = denominators, residuals
         flat = [g.reshape(-1) for g in gradients]
         weights = [torch.randn_like(g) for g in flat]
         plan = plan_buckets(
@@ -252,14 +263,20 @@ class Step:
             "momentum": momentum,
             "sent": Packed.empty(RANKS, chunk, BLOCK),
             "lengths": bucket.lengths[:chunk],
-            "e": torch.zeros(n),
-            "d": torch.zeros(chunk * BLOCK),
-            "r": torch.rand(n) + 1.0,
+            "e": torch.zeros(n, dtype=self.residuals),
+            "d": torch.zeros(chunk * BLOCK, dtype=self.residuals),
+            "r": (torch.rand(n) + 1.0).to(self.denominators),
             "a": torch.full((blocks,), 0.9),
             "b": torch.full((blocks,), 0.1),
             "decay": torch.full((blocks,), 1 - 1e-6),
             "alpha": torch.full((blocks,), 1e-4),
         }
+
+    @property
+    def reads(self) -> float:
+        """Bytes per element: gradient twice, denominators, residuals, weights, and bits of the momentum, of all rows and of the reply."""
+        residual = self.residuals.itemsize * (1 + 1 / RANKS)
+        return 4 + 4 + self.denominators.itemsize + residual + 4 + 3 * BITS
 
     def __call__(self) -> None:
         """One step; what its parts took is added to ``seconds``."""
@@ -307,6 +324,10 @@ def measure_step(shapes: Sequence[tuple[int, ...]], repeats: int, bucket_mb: flo
     gradients = [p.grad for p in parameters if p.grad is not None]
     adamw = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
     step, own = Step(kernels, gradients, bucket_mb), Step(kernels, gradients, bucket_mb)
+    short = {
+        "onebit, bf16 denominators": Step(kernels, gradients, bucket_mb, torch.bfloat16),
+        "onebit, bf16 denominators, residuals": Step(kernels, gradients, bucket_mb, torch.bfloat16, torch.bfloat16),
+    }
 
     def own_threads() -> None:
         kernels._library.onebit_use_openmp(0)
@@ -326,18 +347,19 @@ def measure_step(shapes: Sequence[tuple[int, ...]], repeats: int, bucket_mb: flo
     candidates = {
         "adamw_fused": adamw.step,
         "onebit": step,
+        **short,
         "onebit, own helper threads": own_threads,
         "bare passes over the same memory": same_memory,
     }
     seconds = side_by_side(candidates, repeats=repeats, warm_up=warm_up)
     parts = {name: statistics.median(values[warm_up:]) for name, values in step.seconds.items()}
     hot = statistics.median(statistics_as_gradients_arrive(kernels, gradients) for _ in range(5))
-    without = [
-        (total - stats) / base
-        for total, stats, base in zip(
-            seconds["onebit"], step.seconds["grad_stats"][warm_up:], seconds["adamw_fused"], strict=True
-        )
-    ]
+
+    def without_statistics(name: str, of: Step) -> float:
+        rounds = zip(seconds[name], of.seconds["grad_stats"][warm_up:], seconds["adamw_fused"], strict=True)
+        return statistics.median((total - stats) / base for total, stats, base in rounds)
+
+    steps = {"onebit": step, **short}
     return {
         "elements": elements,
         "tensors": len(parameters),
@@ -345,7 +367,8 @@ def measure_step(shapes: Sequence[tuple[int, ...]], repeats: int, bucket_mb: flo
         "parts_median_seconds": parts,
         "grad_stats_as_gradients_arrive_seconds": hot,
         "over_adamw_fused": {name: ratio(seconds, name, "adamw_fused") for name in candidates},
-        "over_adamw_fused_without_grad_stats": statistics.median(without),
+        "over_adamw_fused_without_grad_stats": {name: without_statistics(name, of) for name, of in steps.items()},
+        "bytes_read_per_element": {"adamw_fused": 16, **{name: of.reads for name, of in steps.items()}},
     }
 
 
@@ -375,11 +398,16 @@ def print_kernels(found: dict[str, Any]) -> None:
 def print_step(title: str, found: dict[str, Any]) -> None:
     """A block of the second table."""
     print(f"\nstep, {title}: {found['elements'] / 1e6:.1f} M elements in {found['tensors']} tensors")
+    reads, without = found["bytes_read_per_element"], found["over_adamw_fused_without_grad_stats"]
     for name, seconds in found["median_seconds"].items():
-        print(f"  {name:36s} {seconds * 1e3:8.2f} ms   {found['over_adamw_fused'][name]:.3f} x AdamW fused")
+        line = f"  {name:36s} {seconds * 1e3:8.2f} ms   {found['over_adamw_fused'][name]:.3f} x AdamW fused"
+        if name in without:
+            line += f", {without[name]:.3f} without grad_stats"
+        if name in reads:
+            line += f"; reads {reads[name]:.1f} B/element, {reads[name] * found['elements'] / seconds / 1e9:.1f} GB/s"
+        print(line)
     for name, seconds in found["parts_median_seconds"].items():
         print(f"    {name:34s} {seconds * 1e3:8.2f} ms")
-    print(f"  without grad_stats {found['over_adamw_fused_without_grad_stats']:.3f} x AdamW fused")
     print(f"  grad_stats as gradients arrive       {found['grad_stats_as_gradients_arrive_seconds'] * 1e3:8.2f} ms")
 
 

@@ -58,6 +58,8 @@ def local(
     candidates["copy of the gradient"] = lambda: copies[0].copy_(copies[1])
     variants: dict[str, dict[str, Any]] = {
         "onebit step": {},
+        "onebit, bf16 denominators": {"denominator_dtype": "bfloat16"},
+        "onebit, bf16 denominators, residuals": {"denominator_dtype": "bfloat16", "residual_dtype": "bfloat16"},
         "onebit, no skips": {"max_consecutive_skips": 0},
         "onebit, no skips, bf16 residuals": {"max_consecutive_skips": 0, "residual_dtype": "bfloat16"},
     }

@@ -205,6 +205,16 @@ template <int N> INLINE F<N> load(const Bfloat* p) {
 }
 
 template <int N> INLINE void store(Bfloat* p, F<N> x) {
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+  if constexpr (N == 16) {
+    constexpr int kOther = 0x01 | 0x20 | 0x80;  // NaN and denormal numbers, with which the instruction does otherwise
+    if (__builtin_expect(_mm512_fpclass_ps_mask(x, kOther) == 0, 1)) {
+      const __m256bh half = _mm512_cvtneps_pbh(x);
+      std::memcpy(p, &half, sizeof half);
+      return;
+    }
+  }
+#endif
   if constexpr (N == 1) {
     p->bits = float_to_bfloat(x);
   } else {
