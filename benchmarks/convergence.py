@@ -581,6 +581,7 @@ NINE_SEEDS = tuple(range(9))
 SIXTEEN_SEEDS = tuple(range(16))  # search where eight find another best than more do
 DEFAULT_FLOOR = 0.1
 HALVES: Options = (("residual_dtype", "bfloat16"),)
+SHORT: Options = (("denominator_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
 FROZEN_RATIOS: Options = (("trust_ratio", "frozen"),)  # 1-bit LAMB as published
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
@@ -823,8 +824,9 @@ def studies() -> dict[str, list[Chain]]:
         ],
         # residuals in half the memory, at the lr of whole ones
         "residuals": [
-            Chain("text", "onebit_adam", 4, variants=(HALVES,)),
-            Chain("words", "onebit_adam", 4, refine=False, variants=(HALVES,)),
+            Chain("text", "onebit_adam", 4, variants=(HALVES, SHORT, (*SHORT, *HALVES))),
+            Chain("words", "onebit_adam", 4, refine=False, variants=(HALVES, SHORT, (*SHORT, *HALVES))),
+            digits("onebit_adam", seeds=MOST_SEEDS, variants=(SHORT, (*SHORT, *HALVES))),
         ],
     }
 

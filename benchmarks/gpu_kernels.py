@@ -134,6 +134,7 @@ class Model:
         device: torch.device,
         gradients: torch.dtype = torch.float32,
         residuals: torch.dtype = torch.float32,
+        denominators: torch.dtype = torch.float32,
     ) -> None:
         self.device = device
         numels = [elements // TENSORS] * TENSORS
@@ -143,7 +144,7 @@ class Model:
         self.x = [torch.randn(n, device=device) for n in numels]
         self.g = [torch.randn(n, device=device).mul_(1e-3).to(gradients) for n in numels]
         self.e = self.flat(1e-4).to(residuals)
-        self.r = self.flat(1.0).abs_().add_(1.0)
+        self.r = self.flat(1.0).abs_().add_(1.0).to(denominators)
         self.momentum = [self.payload(b.blocks) for b in self.buckets]
         self.sent = [self.payload(b.blocks) for b in self.buckets]
         self.factors = [
@@ -212,7 +213,8 @@ def measure_step(clock: Clock, report: Report, kernels: Any, model: Model, note:
 
     gradient_bytes = sum(t.numel() * t.element_size() for t in model.g)
     residual_bytes = 2 * model.e.element_size() * model.plan.elements
-    compressed = residual_bytes + gradient_bytes + 4 * model.plan.elements + 2 * model.payload_bytes
+    denominator_bytes = model.r.element_size() * model.plan.elements
+    compressed = residual_bytes + gradient_bytes + denominator_bytes + 2 * model.payload_bytes
     applied = 8 * model.numel + model.payload_bytes
     return (
         report.add(clock(f"compress{note}", compressed, compress)),
@@ -549,6 +551,9 @@ def run(arguments: argparse.Namespace) -> Report:
     measure_step(clock, report, kernels, halves, ", bf16 residuals")
     measure_server(clock, report, kernels, halves, 8, ", bf16 residuals")
     del halves
+    short = Model(arguments.elements, arguments.bucket_mb, device, denominators=torch.bfloat16)
+    measure_step(clock, report, kernels, short, ", bf16 denominators")
+    del short
     for bucket_mb in (4.0, 16.0, 64.0):
         small = Model(arguments.elements, bucket_mb, device)
         measure_step(clock, report, kernels, small, f", buckets of {bucket_mb:g} MB")

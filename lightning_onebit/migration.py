@@ -62,7 +62,8 @@ _SECTIONS = {
     "checkpoint": "use Lightning's ModelCheckpoint",
     "aio": "it concerns ZeRO-Infinity; remove it",
     "elasticity": "start again with another number of ranks: checkpoints resume on other worlds",
-    "data_types": "state and residuals are fp32 (residual_dtype='bfloat16' halves the residuals)",
+    "data_types": "state and residuals are fp32 (residual_dtype='bfloat16' halves the residuals, denominator_dtype='bfloat16' "
+    "the frozen denominators)",
     "pipeline": "pipeline parallelism does not go together with this strategy",
     "sparse_attention": "build it into the module",
     "compression_training": "it concerns the model, not the communication; build it into the module",
