@@ -720,7 +720,11 @@ def studies() -> dict[str, list[Chain]]:
                 also_rungs=(-0.5, 0),
             ),
             # in other worlds more seeds, at the better lr only, and with 64 workers its neighbours
-            sharp("onebit_lamb", also=(many, (16, False, ALL_SEEDS), (64, False, THREE_DOZEN)), also_rungs=(-0.5,)),
+            sharp(
+                "onebit_lamb",
+                also=((4, True, ALL_SEEDS), (16, False, ALL_SEEDS), (64, False, THREE_DOZEN)),
+                also_rungs=(-0.5,),
+            ),
             sharp("onebit_lamb", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1, 0)),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
