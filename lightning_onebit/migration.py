@@ -12,6 +12,7 @@ from typing import Any
 from lightning_onebit import _trees
 from lightning_onebit.optim import OnebitOptimizer
 from lightning_onebit.optim.lamb import FROZEN_OPTIONS
+from lightning_onebit.optim.options import check_integer
 
 #: ``optimizer.type``, in lower case as DeepSpeed compares it
 _TYPES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}
@@ -153,6 +154,7 @@ def from_deepspeed_config(
 
     In ``configure_optimizers``, return ``migration.optimizer(self.parameters())``.
     """
+    check_integer("world_size", world_size, least=1, optional=True)
     return _Translation(_read(config), world_size).result(tree)
 
 
@@ -212,11 +214,14 @@ class _Translation:
     def _filed(self, key: str) -> bool:
         return any(known.split(".")[0] == key for known in (*self.honoured, *self.unhonoured))
 
-    def _section(self, key: str) -> Mapping[str, Any]:
-        found = self.config.get(key, {})
-        if not isinstance(found, Mapping):
-            raise TypeError(f"{key}={found!r} must be a section (a mapping), not {type(found).__name__}")
-        return found
+    def _section(self, *path: str) -> Mapping[str, Any]:
+        found: Any = self.config
+        for depth, key in enumerate(path, 1):
+            found = found.get(key, {})
+            if not isinstance(found, Mapping):
+                name = ".".join(path[:depth])
+                raise TypeError(f"{name}={found!r} must be a section (a mapping), not {type(found).__name__}")
+        return found  # type: ignore[no-any-return]
 
     def _algorithm(self) -> str:
         named = self._section("optimizer").get("type")
@@ -233,7 +238,7 @@ class _Translation:
         for key, value in self._section("optimizer").items():
             if key not in ("type", "params"):
                 self._unless(f"optimizer.{key}", value, False, "it concerns DeepSpeed's fused optimizers; remove it")
-        params = self._section("optimizer").get("params", {})
+        params = self._section("optimizer", "params")
         self.options = {"bias_correction": False, **_DEFAULTS[algorithm]}
         for name, value in params.items():
             key = f"optimizer.params.{name}"

@@ -137,6 +137,31 @@ def test_each_of_several_optimizers_is_frozen_by_its_own_steps(said: list[str]) 
     assert "OnebitAdam 0 made 4" in switches[0] and "OnebitAdam 1 made 4" in switches[1]
 
 
+@pytest.mark.parametrize("automatic", [True, False])
+@pytest.mark.parametrize(
+    "options", [{"fraction": 0.2}, {"mode": "auto"}, {"mode": "auto", "min_step": 9}, {"step": 20}]
+)
+def test_a_share_of_the_run_is_one_of_batches_for_an_optimizer_that_steps_in_few_of_them(
+    said: list[str], options: dict[str, Any], automatic: bool
+) -> None:
+    """A GAN's generator in every fifth batch: 20 % of its 20 steps, not all of them; a number of steps stays one."""
+    often, seldom = onebit_adam(), onebit_adam()
+    trainer = FakeTrainer([often, seldom], planned=100)
+    trainer.lightning_module.automatic_optimization = automatic
+    trainer.start(VarianceFreezeMixin(**options))
+    for batch in range(100):
+        if batch % 5 == 4:
+            for p in seldom.param_groups[0]["params"]:
+                p.grad = torch.randn_like(p)
+            seldom.step()
+        trainer.step(math.nan if batch == 7 else 1.0, only=often)
+    shares = "step" not in options and not automatic
+    assert often.ledger.dense_steps == 20, "skipped steps do not count"
+    assert seldom.ledger.dense_steps == (max(4, options.get("min_step", 0)) if shares else 20)
+    if shares:
+        assert "20 of 100 planned batches have passed" in next(line for line in said if "OnebitAdam 1 made" in line)
+
+
 def test_a_second_fit_counts_its_fresh_optimizer_from_its_own_start(said: list[str]) -> None:
     callback = VarianceFreezeMixin(fraction=0.5)
     first = onebit_adam()

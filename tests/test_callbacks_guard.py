@@ -214,6 +214,60 @@ def test_a_fallback_is_ended_after_a_resume_by_whoever_is_left(guarded: bool, sa
     assert phases.index("compressed") == (4 if guarded else 0)
 
 
+def test_batches_whose_step_was_skipped_are_no_blow_up(said: _Said) -> None:
+    """All ranks have left that step out: neither weights nor residuals know of it. Accumulated batches go with their step."""
+    for accumulated in (1, 2):
+        optimizer = onebit_adam()
+        trainer = FakeTrainer([optimizer], planned=1000)
+        callbacks: list[Any] = [VarianceFreezeMixin(step=4), DivergenceGuardMixin(4, residual_limit=None)]
+        for callback in callbacks:
+            trainer.start(callback, FakeModule())
+        for batch in range(50):
+            bad = batch // accumulated % 5 == 3
+            if batch % accumulated == accumulated - 1:
+                trainer.step(math.nan if bad else 1.0)
+            first = batch % accumulated == 0
+            loss = {"loss": torch.tensor(math.inf if bad and first else 1.0)}
+            callbacks[1].on_train_batch_end(trainer, FakeModule(), loss, None, batch)
+        assert optimizer.skipped_steps == 50 // accumulated // 5 and optimizer.phase is Phase.COMPRESSED
+        assert callbacks[1].fallbacks == 0 and callbacks[1].best_loss == 1.0 and said.warnings == []
+        # the same loss in a step that was made is one
+        for batch in range(8):
+            trainer.step()
+            callbacks[1].on_train_batch_end(trainer, FakeModule(), {"loss": torch.tensor(math.inf)}, None, batch)
+        assert callbacks[1].fallbacks == 1
+        said.warnings.clear()
+
+
+def test_a_resumed_guard_looks_when_it_would_have_looked(said: _Said) -> None:
+    """Also where the checkpoint cuts a window; of one that is cut to less than half no loss is judged."""
+    looks: list[list[int]] = []
+    for cut in (None, 22, 24, 28):
+        optimizer, at = onebit_adam(), []
+        callbacks: list[Any] = [
+            VarianceFreezeMixin(step=3),
+            DivergenceGuardMixin(10, residual_limit=None, dense_steps=4),
+        ]
+        losses = [1.0] * 20 + [9.0] * 20
+        trainer, _ = _run(callbacks, optimizer, losses[:cut])
+        if cut is not None:
+            states = [callback.state_dict() for callback in callbacks]
+            resumed = onebit_adam()
+            resumed.load_state_dict(optimizer.state_dict())
+            callbacks = [VarianceFreezeMixin(step=3), DivergenceGuardMixin(10, residual_limit=None, dense_steps=4)]
+            for callback, state in zip(callbacks, states, strict=True):
+                callback.load_state_dict(state)
+            trainer = FakeTrainer([resumed], planned=1000)
+            trainer.fit_loop.epoch_loop._batches_that_stepped = cut
+            _run(callbacks, resumed, losses[cut:], trainer, first=cut)
+        at = [int(line.split("after step ")[1].split()[0]) for line in said.warnings]
+        looks.append(at)
+        said.warnings.clear()
+    # (the second fallback comes a full window after the first, whose dense steps are not judged)
+    assert looks[0] == looks[1] == looks[2] == [30]
+    assert looks[3] == [40]
+
+
 def test_the_loss_must_be_there_if_it_is_to_be_looked_at(said: _Said) -> None:
     for outputs in (None, {}, {"loss": None}):
         callback, trainer, module = DivergenceGuardMixin(), FakeTrainer([onebit_adam()]), FakeModule()

@@ -204,6 +204,7 @@ def test_precision_becomes_the_trainers(extra: dict[str, Any], precision: str | 
         ({"optimizer": {"type": "AdamW"}}, ValueError, "strategy='onebit_adam'"),
         ({}, ValueError, "optimizer.type=None"),
         ({"optimizer": "OneBitAdam"}, TypeError, "optimizer='OneBitAdam' must be a section"),
+        ({"optimizer": {"type": "OneBitAdam", "params": None}}, TypeError, "optimizer.params=None must be a section"),
         (
             {"optimizer": {"type": "OneBitAdam"}, "fp16": {"enabled": True}, "bf16": {"enabled": True}},
             ValueError,
@@ -251,6 +252,13 @@ def test_the_strategy_is_of_the_tree_that_was_asked_for(tree: Any) -> None:
         base.__module__.startswith(("lightning.pytorch" if tree == "lightning" else "pytorch_lightning") + ".")
         for base in type(made).__mro__
     )
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 2.0])
+def test_a_world_of_no_ranks_is_refused_by_name(world_size: Any) -> None:
+    config = {"optimizer": {"type": "OneBitAdam"}, "train_batch_size": 8, "train_micro_batch_size_per_gpu": 2}
+    with pytest.raises((TypeError, ValueError), match=f"world_size={world_size} "):
+        ob.from_deepspeed_config(config, world_size=world_size)
 
 
 def train(rank: int, world: int, folder: str) -> Any:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_world, snapshot, train
 from torch import Tensor
 
+from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim import moments
 from lightning_onebit.optim.redistribute import Redistribution
@@ -602,6 +603,168 @@ def test_replicas_are_bitwise_equal_after_200_steps(algorithm: str) -> None:
     for result in results:
         # error feedback keeps residuals bounded: what is held back does not grow
         assert 0 < np.mean(result["held"][-20:]) < 1.5 * np.mean(result["held"][60:80])
+
+
+# ----- parameters that become trainable ---------------------------------------------------------------------------------------------
+
+
+def layers() -> list[torch.nn.Parameter]:
+    """Four layers with the same weights at every call."""
+    draw = torch.Generator().manual_seed(3)
+    return [torch.nn.Parameter(torch.randn(40 + 8 * k, generator=draw)) for k in range(4)]
+
+
+def go(optimizer: Any, params: Any, steps: range, rank: int) -> None:
+    """Steps on gradients that each rank, step and size has of its own."""
+    for t in steps:
+        for p in params:
+            draw = torch.Generator().manual_seed(1000 * t + 10 * p.numel() + rank)
+            p.grad = torch.randn(p.shape, generator=draw) if p.requires_grad else None
+        optimizer.step()
+
+
+LATE = "parameter 0 became trainable in phase '(compressed|local)': its second moments can no longer be learned; unfreeze it before"
+
+
+@pytest.mark.parametrize("algorithm", ADAM_LIKE)
+def test_a_layer_that_is_unfrozen_while_a_group_is_added_after_the_freeze_is_refused_by_name(algorithm: str) -> None:
+    """The blocks are dealt already: with one more parameter among them each would take its neighbour's state."""
+
+    def train(group: Any) -> None:
+        params = layers()
+        params[0].requires_grad_(False)
+        optimizer = problem(algorithm).build(params[:3], process_group=group)
+        go(optimizer, params[:3], range(16), group.rank)
+        params[0].requires_grad_(True)
+        optimizer.add_param_group({"params": params[3:]})
+        with pytest.raises(RuntimeError, match=LATE):
+            go(optimizer, params, range(16, 17), group.rank)
+        params[0].requires_grad_(False)
+        before = [p.detach().clone() for p in params]
+        go(optimizer, params, range(16, 20), group.rank)  # and goes on without it
+        assert [torch.equal(p, b) for p, b in zip(params, before, strict=True)] == [True, False, False, False]
+
+    SimulatedWorld(2, timeout=60).run(train)
+
+
+@pytest.mark.parametrize("algorithm", ADAM_LIKE)
+def test_a_layer_that_a_compressed_checkpoint_does_not_know_is_refused_by_name(algorithm: str) -> None:
+    """As in the run that was not interrupted; it was taken in with second moments of 0, and never moved."""
+
+    def train(group: Any) -> None:
+        params = layers()
+        params[0].requires_grad_(False)
+        optimizer = problem(algorithm).build(params, process_group=group)
+        go(optimizer, params, range(16), group.rank)
+        optimizer.synchronise()
+        again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        resumed = problem(algorithm).build(again, process_group=group)
+        resumed.load_state_dict(optimizer.state_dict())
+        resumed.load_residual_state_dict(optimizer.residual_state_dict())
+        with pytest.raises(RuntimeError, match=LATE):
+            go(resumed, again, range(16, 17), group.rank)
+
+    SimulatedWorld(2, timeout=60).run(train)
+
+
+@pytest.mark.parametrize("at", [3, 16])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_layer_that_is_frozen_after_the_state_was_loaded_costs_no_residuals(algorithm: str, at: int) -> None:
+    """``on_train_start`` comes after Lightning has loaded the optimizers: until then every parameter is trainable."""
+
+    def train(group: Any) -> None:
+        params = layers()
+        params[0].requires_grad_(False)
+        optimizer = problem(algorithm).build(params, process_group=group)
+        go(optimizer, params, range(at), group.rank)
+        optimizer.synchronise()
+        again = [torch.nn.Parameter(p.detach().clone()) for p in params]
+        resumed = problem(algorithm).build(again, process_group=group)
+        resumed.load_state_dict(optimizer.state_dict())
+        resumed.load_residual_state_dict(copy.deepcopy(optimizer.residual_state_dict()))
+        again[0].requires_grad_(False)
+        for one, ps in ((optimizer, params), (resumed, again)):
+            go(one, ps, range(at, at + 6), group.rank)
+        assert equal(snapshot(resumed, again), snapshot(optimizer, params))
+
+    SimulatedWorld(2, timeout=60).run(train)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_an_optimizer_saved_before_its_first_step_loads_what_it_saved(algorithm: str) -> None:
+    """One of two that has been toggled off so far: it has dealt no blocks yet, and deals none by being loaded."""
+
+    def train(group: Any) -> None:
+        first = problem(algorithm).build(layers(), process_group=group)
+        params = layers()
+        second = problem(algorithm).build(params, process_group=group)
+        second.load_state_dict(first.state_dict())
+        assert second.residual_state_dict()["numels"] == first.residual_state_dict()["numels"] == []
+        second.load_residual_state_dict(first.residual_state_dict())
+        again = layers()
+        go(second, params, range(16), group.rank)
+        go(first := problem(algorithm).build(again, process_group=group), again, range(16), group.rank)
+        assert equal(snapshot(second, params), snapshot(first, again))
+
+    SimulatedWorld(2, timeout=60).run(train)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_a_layer_that_joins_0_1_adam_behind_its_last_refresh_is_refreshed_at_once(added: bool) -> None:
+    """The next refresh by the schedule would come after the variance has frozen, and the layer would never move."""
+
+    def train(group: Any) -> list[bool]:
+        params = layers()
+        params[0].requires_grad_(added)
+        first = params[1:] if added else params
+        optimizer = ZeroOneAdam(
+            first, lr=0.01, process_group=group, var_freeze_step=40, var_update_scaler=1, block_size=32
+        )
+        go(optimizer, first, range(34), group.rank)
+        assert not optimizer.variance_policy.due(41), "no refresh is left before the freeze"
+        if added:
+            optimizer.add_param_group({"params": params[:1]})
+        params[0].requires_grad_(True)
+        start, dense = params[0].detach().clone(), []
+        for t in range(34, 48):
+            go(optimizer, params, range(t, t + 1), group.rank)
+            dense.append(optimizer.ledger.last.dense)
+        assert (params[0] - start).abs().min() > 0, "every weight has moved"
+        return dense
+
+    for dense in SimulatedWorld(2, timeout=60).run(train):
+        assert dense[:6] == [True] + [False] * 5
+
+
+def test_overlap_leaves_what_is_frozen_for_a_while_beside_others_as_it_is() -> None:
+    """Momentum and residuals of a layer that shares its bucket, bit for bit, as with overlap="step"."""
+
+    def train(group: Any, overlap: str) -> Any:
+        params = layers()
+        optimizer = problem("onebit_adam", {"overlap": overlap}).build(params, process_group=group)
+
+        def steps(which: range) -> None:
+            for t in which:
+                optimizer.zero_grad()
+                optimizer.begin_backward()
+                draw = torch.Generator().manual_seed(10 * t + group.rank)
+                sum((p * torch.randn(p.shape, generator=draw)).sum() for p in params).backward()
+                optimizer.step()
+
+        steps(range(8))
+        before = snapshot(optimizer, params)
+        params[0].requires_grad_(False)
+        steps(range(8, 12))
+        after = snapshot(optimizer, params)
+        assert equal(after["state"][0], before["state"][0]) and torch.equal(after["x"][0], before["x"][0])
+        params[0].requires_grad_(True)
+        steps(range(12, 16))
+        end = snapshot(optimizer, params)
+        assert not torch.equal(end["x"][0], before["x"][0])
+        return after, end
+
+    step, backward = (SimulatedWorld(2, timeout=60).run(train, overlap) for overlap in ("step", "backward"))
+    assert equal(step, backward)
 
 
 # ----- interrupted runs ------------------------------------------------------------------------------------------------------------

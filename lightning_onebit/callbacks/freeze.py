@@ -144,6 +144,7 @@ class _Watch:
     learning_rate: LearningRateWatch = field(default_factory=LearningRateWatch)
     seen: int = 0
     done: bool = False
+    late: bool = False
     handle: Any = None
 
     def state(self) -> dict[str, Any]:
@@ -173,7 +174,8 @@ class VarianceFreezeMixin:
     * ``fraction``: after this share of the planned steps, at least one step. Planned is what
       ``trainer.estimated_stepping_batches`` says, with two corrections: a GradientAccumulationScheduler's factor of
       every epoch counts, and under manual optimization ``max_steps``, which counts the steps of all optimizers, is
-      divided by their number.
+      divided by their number. There an optimizer that does not step in every batch is frozen once this share of the
+      batches has passed.
     * ``mode="auto"``: once the learning rate has stopped rising *and* the variance has settled,
       ``||v_{t-D}||_1 / ||v_t||_1 >= threshold`` (1-bit Adam, arXiv 2102.02888), never before the minimum and at the
       latest at the maximum. A falling variance counts as settled, as published. The rule is looked at 16 times per
@@ -338,8 +340,25 @@ class VarianceFreezeMixin:
             return
         watch.seen = step
         watch.learning_rate.observe(step, [float(group["lr"]) for group in optimizer.param_groups])
-        if step >= watch.rule.latest or (self.mode == "auto" and self._settled(trainer, watch, optimizer)):
+        watch.late = self._passed(trainer, watch, optimizer)
+        if (
+            step >= watch.rule.latest
+            or watch.late
+            or (self.mode == "auto" and self._settled(trainer, watch, optimizer))
+        ):
             self._freeze(watch, optimizer)
+
+    def _passed(self, trainer: Any, watch: _Watch, optimizer: Any) -> bool:
+        """Whether the share of the run that is the maximum has passed, for an optimizer that does not step in every batch.
+
+        That is known of under manual optimization only by watching (a GAN whose generator steps in every fifth batch).
+        """
+        shares = self.step is None and self.max_step is None
+        if not shares or watch.planned is None or trainer.lightning_module.automatic_optimization:
+            return False
+        batches = stepped_batches(trainer) + 1 - watch.offset  # this one has not been counted
+        behind = optimizer.steps + optimizer.skipped_steps < batches
+        return behind and batches >= watch.rule.latest and optimizer.steps >= (self.min_step or 1)
 
     def _settled(self, trainer: Any, watch: _Watch, optimizer: Any) -> bool:
         rule, step = watch.rule, optimizer.steps
@@ -384,6 +403,9 @@ class VarianceFreezeMixin:
     def _reason(self, watch: _Watch, step: int) -> str:
         rule = watch.rule
         rising = watch.learning_rate.rising(step)
+        if watch.late and step < rule.latest:
+            share = f"{rule.latest:,} of {watch.planned:,} planned batches"
+            return f"{share} have passed, in which it made {step:,} {watch.steps}"
         if self.mode != "auto":
             of = f" of {watch.planned:,} planned" if watch.planned is not None else ""
             note = ", though the learning rate still rises" if rising else ""

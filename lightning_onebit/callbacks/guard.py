@@ -29,11 +29,11 @@ class DivergenceGuardMixin:
     """Watches loss and residuals while steps are compressed, and falls back to dense steps when they blow up.
 
     Every ``every_n_steps`` batches the ranks compare notes (24 bytes each), and judge if all those steps were compressed.
-    A blow-up is a mean loss that is not finite or
-    exceeds the best one so far by more than ``loss_factor - 1`` times its size, or a worker residual larger than
-    ``residual_limit`` times the momentum on any rank. Then all compressed optimizers take dense steps again, which clears
-    the residuals and lets the variance learn what has changed; after ``dense_steps`` of them they freeze anew. After
-    ``max_fallbacks`` the run stays dense. Every switch is announced, and all ranks make it together.
+    A blow-up is a mean loss that is not finite or exceeds the best one so far by more than ``loss_factor - 1`` times its size,
+    or a worker residual larger than ``residual_limit`` times the momentum on any rank. Batches whose step all ranks have skipped
+    do not count, and a mean of fewer than half of the batches is not judged. After a blow-up all compressed optimizers take dense
+    steps again, which clears the residuals and lets the variance learn what has changed; after ``dense_steps`` of them they
+    freeze anew. After ``max_fallbacks`` the run stays dense. Every switch is announced, and all ranks make it together.
 
     For 1-bit Adam and 1-bit LAMB, with the freeze made by ``VarianceFreeze`` (or by the default).
 
@@ -93,9 +93,13 @@ class DivergenceGuardMixin:
         self.fallbacks = 0
         self.best_loss = math.inf
         self._refreeze_at: dict[int, int] = {}
+        # losses since the last look, and those of batches that no step has followed yet; what the optimizers had counted then
         self._losses: list[torch.Tensor] = []
+        self._pending: list[torch.Tensor] = []
+        self._counted = (0, 0)
         self._batches = 0
         self._compressed = 0
+        self._resumed = False
         self._transport: Transport | None = None
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -125,7 +129,11 @@ class DivergenceGuardMixin:
         """Connects the ranks."""
         bound = timedelta(seconds=self.timeout)
         self._transport = Transport(Topology.create(), ByteLedger(), bound, name="DivergenceGuard")
-        self._losses, self._batches, self._compressed = [], 0, 0
+        self._losses, self._pending = [], []
+        self._counted = _counts(trainer.strategy.onebit_optimizers)
+        if not self._resumed:
+            self._batches = self._compressed = 0
+        self._resumed = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Collects the loss, looks when it is time, and ends a fallback."""
@@ -134,28 +142,44 @@ class DivergenceGuardMixin:
         compressed = any(o.ledger.last is not None and not o.ledger.last.dense for o in optimizers)
         self._compressed = self._compressed + 1 if compressed else 0
         if self.loss_factor is not None:
-            self._losses.append(_loss_of(outputs, trainer))
+            self._collect(_loss_of(outputs, trainer), optimizers)
         self._end_fallbacks(optimizers)
         if self._batches % self.every_n_steps:
             return
         loss, residual = self._compare_notes(trainer, pl_module, optimizers)
         # What happened in dense steps (the end of a fallback, say) is not to be blamed on compression.
         reason = self._blow_up(loss, residual) if self._compressed >= self.every_n_steps else None
-        if math.isfinite(loss):
+        if loss is not None and math.isfinite(loss):
             self.best_loss = min(self.best_loss, loss)
         if reason is not None:
             self._fall_back(optimizers, reason, trainer.global_step)
+
+    def _collect(self, loss: torch.Tensor, optimizers: Any) -> None:
+        """Keeps the losses of batches whose step has been made; a step that all ranks skip does no harm, whatever its loss."""
+        self._pending.append(loss)
+        steps, skipped = _counts(optimizers)
+        if (steps, skipped) != self._counted:
+            if skipped == self._counted[1]:
+                self._losses += self._pending
+            self._pending = []
+        self._counted = steps, skipped
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Lets go of the process group."""
         self._transport = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Best loss, fallbacks so far and the steps at which running fallbacks end: plain numbers."""
+        """Best loss, fallbacks so far, the steps at which running fallbacks end, and when it looks next: plain numbers.
+
+        The losses of a window that a checkpoint cuts differ by rank and are not in it: the first look after resuming takes the mean of
+        those since then, and leaves losses alone if these are fewer than half a window's.
+        """
         return {
             "best_loss": self.best_loss,
             "fallbacks": self.fallbacks,
             "refreeze_at": dict(self._refreeze_at),
+            "batches": self._batches,
+            "compressed": self._compressed,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -163,11 +187,14 @@ class DivergenceGuardMixin:
         self.best_loss = state_dict["best_loss"]
         self.fallbacks = state_dict["fallbacks"]
         self._refreeze_at = dict(state_dict["refreeze_at"])
+        # states of earlier releases do not say when it looked last
+        self._resumed = "batches" in state_dict
+        self._batches, self._compressed = state_dict.get("batches", 0), state_dict.get("compressed", 0)
 
-    def _compare_notes(self, trainer: Any, pl_module: Any, optimizers: Any) -> tuple[float, float]:
-        """Mean loss since the last look over all ranks, and the largest residual ratio of any rank."""
+    def _compare_notes(self, trainer: Any, pl_module: Any, optimizers: Any) -> tuple[float | None, float]:
+        """Mean loss since the last look over all ranks (None: of too few batches), and the largest residual ratio of any rank."""
         assert self._transport is not None
-        total = float(torch.stack(self._losses).double().sum()) if self._losses else math.nan
+        total = float(torch.stack(self._losses).double().sum()) if self._losses else 0.0
         count, self._losses = len(self._losses), []
         residual = 0.0
         if self.residual_limit is not None:
@@ -181,10 +208,12 @@ class DivergenceGuardMixin:
         group = self._transport.topology.group
         self._transport.all_gather(rows, mine, group, what="losses and residuals", link=None).wait()
         sums = rows.cpu()
-        return float(sums[:, 0].sum() / sums[:, 1].sum()), float(sums[:, 2].max())
+        batches = float(sums[:, 1].sum())
+        few = 2 * batches < self.every_n_steps * self._transport.size
+        return None if few else float(sums[:, 0].sum()) / batches, float(sums[:, 2].max())
 
-    def _blow_up(self, loss: float, residual: float) -> str | None:
-        if self.loss_factor is not None:
+    def _blow_up(self, loss: float | None, residual: float) -> str | None:
+        if loss is not None and self.loss_factor is not None:
             limit = self.best_loss + (self.loss_factor - 1) * abs(self.best_loss)
             if not math.isfinite(loss) or loss > limit:
                 return f"the mean loss of the last {self.every_n_steps} batches is {loss:.4g}, the best was {self.best_loss:.4g}"
@@ -217,6 +246,11 @@ class DivergenceGuardMixin:
                 optimizer.freeze()
                 name = optimizer_name(index, len(optimizers), optimizer)
                 rank_zero_info(f"DivergenceGuard: {name} freezes its refreshed variance; the next step is compressed.")
+
+
+def _counts(optimizers: Any) -> tuple[int, int]:
+    """Steps that the optimizers have made and skipped, all together."""
+    return sum(o.steps for o in optimizers), sum(o.skipped_steps for o in optimizers)
 
 
 def _loss_of(outputs: Any, trainer: Any) -> torch.Tensor:

@@ -375,11 +375,12 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._connect()
         self._renew_reducer()
 
-    def _build(self, *, connect: bool = True) -> None:
+    def _build(self, *, connect: bool = True, newcomers: bool = True) -> None:
         """Lays out parameters and arenas, keeping state there is, and agrees on the plan with the other ranks.
 
         Args:
             connect: False leaves the handshake to the first step (loading a checkpoint is no collective).
+            newcomers: False lays out what is known already; who else is trainable joins, or is refused by name, in the next step.
         """
         fixed = self._plan is not None and not self._takes_new_parameters()
         if fixed and self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
@@ -387,7 +388,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             self._unpack_state(self._packed_state())
         else:
             kept = {id(self._params[i]): self._state_of(i) for i in self._known()} if self._plan is not None else {}
-            self._index()
+            self._index(newcomers and not fixed)
             if fixed:
                 self._layout_dense(kept)
             else:
@@ -397,8 +398,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         if self._transport is not None:
             self._renew_reducer()
 
-    def _index(self) -> None:
-        """Numbers the parameters and deals them to the plan (``_slots``) and to dense averaging (``_dense``)."""
+    def _index(self, newcomers: bool = True) -> None:
+        """Numbers the parameters and deals them to the plan (``_slots``; ``newcomers=False``: known ones only) and to dense averaging."""
         known = {id(self._params[i]) for i in self._known()}
         self._check_parameters([p for group in self.param_groups for p in group["params"] if id(p) not in known])
         counts = {id(p): t for p, t in zip(self._params, self._t, strict=True)}
@@ -406,7 +407,11 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         self._t = [counts.get(id(p), 0) for p in self._params]
         trainable = [i for i, p in enumerate(self._params) if p.requires_grad or id(p) in known]
-        self._slots = [i for i in trainable if self.param_groups[self._group_of[i]]["compress"]]
+        self._slots = [
+            i
+            for i in trainable
+            if self.param_groups[self._group_of[i]]["compress"] and (newcomers or id(self._params[i]) in known)
+        ]
         self._slot_of = {i: slot for slot, i in enumerate(self._slots)}
         self._dense = [i for i in trainable if not self.param_groups[self._group_of[i]]["compress"]]
         self._wire_bytes = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())

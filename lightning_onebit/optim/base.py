@@ -502,7 +502,12 @@ class OnebitOptimizer(StatefulOptimizer):
         self._owed = [sum(trains[slot] for slot in b.params) for b in self._early_buckets]
         self._active = [p.requires_grad for p in self._params]
         self._grad_scale = 1.0
-        self._protected = {}
+        # frozen for a while, beside others: they stay as they are
+        self._protected = {
+            b.index: _Protected(self, b, trains)
+            for b in self._early_buckets
+            if not all(trains[slot] for slot in b.params)
+        }
         self._lookups = Lookups()
         self._arrived, self._launched, self._landed = [], 0, set()
         self._begin_exchange()
@@ -572,7 +577,7 @@ class OnebitOptimizer(StatefulOptimizer):
             for bucket, gathered in arrived:
                 self.finish(bucket, gathered)
             self._end_exchange()
-        self._arrived = []
+        self._arrived, self._protected = [], {}
         self._publish([i for i in self._slots if self._active[i]])
         self._step_dense([i for i in self._dense if dense is None or dense.present[i]])
         self._skips_in_a_row = 0

@@ -68,6 +68,10 @@ class VariancePolicy:
         self.risen += rises
         self.done += not rises
 
+    def join(self, step: int) -> None:
+        """Says that second moments that have learned nothing take part from ``step`` on, which is a refresh then."""
+        self.next_step = min(self.next_step, step)
+
     def note(self, step: int, lr: float) -> None:
         """Says that v has learned in ``step``, at learning rate ``lr``, without a round that the schedule counts (one rank alone)."""
         self.last_step, self.lr = step, lr

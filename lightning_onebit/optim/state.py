@@ -295,7 +295,7 @@ class StatefulOptimizer(ArenaOptimizer):
         self._t = [0] * len(self._params)
         # what the checkpoint knows is laid out, trainable now or not; _index() deals it to the plan and the dense groups
         self._slots, self._dense = sorted({*saved, *(books or {}).get("known", ())}), []
-        self._build(connect=False)
+        self._build(connect=False, newcomers="known" not in (books or {}))
         steps = [int(s["step"]) for s in saved.values()]
         self._steps = books["steps"] if books else max(steps, default=0)
         self._skipped = books["skipped"] if books else 0

@@ -445,14 +445,17 @@ class ZeroOneAdam(RefreshingAdam):
         self._prepare_one_bit()
         self._flat.pop("v", None)
 
-    def _build(self, *, connect: bool = True) -> None:
+    def _build(self, *, connect: bool = True, newcomers: bool = True) -> None:
         """See the base; where everything is cut anew, one-bit rounds have put some state elsewhere than the base looks."""
-        ranks = self._ranks()
+        ranks, before = self._ranks(), len(self._slots) if self._plan is not None else None
         if self._plan is not None and self._takes_new_parameters():
             self._hold_momentum_flat()
         elif self.mid_local and self._laid_out_for != (ranks.size, ranks.ranks_per_node):
             self._drop_local_progress()
-        super()._build(connect=connect)
+        super()._build(connect=connect, newcomers=newcomers)
+        if before is not None and len(self._slots) > before:
+            # the next refresh there would have been may lie behind the freeze
+            self.variance_policy.join(self._steps + 1)
 
     def _drop_local_progress(self) -> None:
         """Goes on from the model that all ranks share: what a rank has done alone means nothing in another world."""
