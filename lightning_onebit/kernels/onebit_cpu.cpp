@@ -205,16 +205,6 @@ template <int N> INLINE F<N> load(const Bfloat* p) {
 }
 
 template <int N> INLINE void store(Bfloat* p, F<N> x) {
-#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
-  if constexpr (N == 16) {
-    constexpr int kOther = 0x01 | 0x20 | 0x80;  // NaN and denormal numbers, with which the instruction does otherwise
-    if (__builtin_expect(_mm512_fpclass_ps_mask(x, kOther) == 0, 1)) {
-      const __m256bh half = _mm512_cvtneps_pbh(x);
-      std::memcpy(p, &half, sizeof half);
-      return;
-    }
-  }
-#endif
   if constexpr (N == 1) {
     p->bits = float_to_bfloat(x);
   } else {
@@ -224,6 +214,21 @@ template <int N> INLINE void store(Bfloat* p, F<N> x) {
     std::memcpy(p, &half, sizeof half);
   }
 }
+
+// Stores by the processor's own instruction where it has one. That does otherwise with NaN and denormal numbers: true where there was one,
+// and store() has to do it again.
+template <int N> INLINE uint32_t store_fast(Bfloat* p, F<N> x) {
+#if defined(__AVX512BF16__) && defined(__AVX512DQ__)
+  if constexpr (N == 16) {
+    const __m256bh half = _mm512_cvtneps_pbh(x);
+    std::memcpy(p, &half, sizeof half);
+    return _mm512_fpclass_ps_mask(x, 0x01 | 0x20 | 0x80);
+  }
+#endif
+  store<N>(p, x);
+  return 0;
+}
+template <int N> INLINE uint32_t store_fast(float* p, F<N> x) { store<N>(p, x); return 0; }
 
 void to_float(const void* from, uint8_t dtype, int64_t count, float* to) {
   const uint16_t* p = static_cast<const uint16_t*>(from);
@@ -601,9 +606,13 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
   const float scale = scale_factor * std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
   *out.scale = scale;
   const F<kNative> wide = splat<kNative>(scale);
+  const int64_t vectors = length / kNative * kNative;
   int64_t i = 0;
+  uint32_t unusual = 0;
 #pragma GCC unroll 4
-  for (; i + kNative <= length; i += kNative) store<kNative>(residual + i, residual_of<kNative>(load<kNative>(y + i), wide));
+  for (; i < vectors; i += kNative) unusual |= store_fast<kNative>(residual + i, residual_of<kNative>(load<kNative>(y + i), wide));
+  if (unusual)
+    for (i = 0; i < vectors; i += kNative) store<kNative>(residual + i, residual_of<kNative>(load<kNative>(y + i), wide));
   for (; i < length; ++i) store<1>(residual + i, residual_of<1>(y[i], scale));
   if (!std::is_same_v<E, float>) std::memset(residual + length, 0, (block_size - length) * sizeof(E));
 }
