@@ -159,7 +159,26 @@ def test_a_share_of_the_run_is_one_of_batches_for_an_optimizer_that_steps_in_few
     assert often.ledger.dense_steps == 20, "skipped steps do not count"
     assert seldom.ledger.dense_steps == (max(4, options.get("min_step", 0)) if shares else 20)
     if shares:
-        assert "20 of 100 planned batches have passed" in next(line for line in said if "OnebitAdam 1 made" in line)
+        line = next(line for line in said if "OnebitAdam 1 made" in line)
+        assert "its share of about 20 steps, which it makes in 100 planned batches" in line
+
+
+def test_an_optimizer_that_begins_late_is_not_frozen_at_its_first_steps(said: list[str]) -> None:
+    """Trained from the middle of the run on: a fifth of its own steps is dense, resumed within them or not."""
+    for cut in (None, 53):
+        first, later, callback = onebit_adam(), onebit_adam(), VarianceFreezeMixin(fraction=0.2)
+        trainer = FakeTrainer([first, later], planned=100)
+        trainer.lightning_module.automatic_optimization = False
+        trainer.start(callback)
+        for batch in range(100):
+            if batch == cut:
+                state = callback.state_dict()
+                callback.teardown(trainer, None, "fit")
+                trainer.callbacks, callback = [], VarianceFreezeMixin(fraction=0.2)
+                callback.load_state_dict(state)
+                trainer.start(callback)
+            trainer.step(only=later if batch >= 50 else first)
+        assert (first.ledger.dense_steps, later.ledger.dense_steps) == (20, 10)
 
 
 def test_a_second_fit_counts_its_fresh_optimizer_from_its_own_start(said: list[str]) -> None:

@@ -144,7 +144,8 @@ class _Watch:
     learning_rate: LearningRateWatch = field(default_factory=LearningRateWatch)
     seen: int = 0
     done: bool = False
-    late: bool = False
+    began: tuple[int, int] | None = None  # batches and steps at its first step
+    expected: int | None = None  # steps in the whole run, where it does not step in every batch
     handle: Any = None
 
     def state(self) -> dict[str, Any]:
@@ -157,10 +158,12 @@ class _Watch:
             "learning_rates": list(lr.learning_rates),
             "last_rise": lr.last_rise,
             "longest_gap": lr.longest_gap,
+            "began": self.began,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.seen, self.done = state["seen"], state["done"]
+        self.began = tuple(began) if (began := state.get("began")) else None
         self.rule.norms = dict(state["norms"])
         self.learning_rate = LearningRateWatch(list(state["learning_rates"]), state["last_rise"], state["longest_gap"])
 
@@ -174,8 +177,8 @@ class VarianceFreezeMixin:
     * ``fraction``: after this share of the planned steps, at least one step. Planned is what
       ``trainer.estimated_stepping_batches`` says, with two corrections: a GradientAccumulationScheduler's factor of
       every epoch counts, and under manual optimization ``max_steps``, which counts the steps of all optimizers, is
-      divided by their number. There an optimizer that does not step in every batch is frozen once this share of the
-      batches has passed.
+      divided by their number. There planned are batches, and of an optimizer that does not step in every one of them the
+      share is taken of the steps that it makes in as many, by what it has made so far.
     * ``mode="auto"``: once the learning rate has stopped rising *and* the variance has settled,
       ``||v_{t-D}||_1 / ||v_t||_1 >= threshold`` (1-bit Adam, arXiv 2102.02888), never before the minimum and at the
       latest at the maximum. A falling variance counts as settled, as published. The rule is looked at 16 times per
@@ -340,25 +343,28 @@ class VarianceFreezeMixin:
             return
         watch.seen = step
         watch.learning_rate.observe(step, [float(group["lr"]) for group in optimizer.param_groups])
-        watch.late = self._passed(trainer, watch, optimizer)
-        if (
-            step >= watch.rule.latest
-            or watch.late
-            or (self.mode == "auto" and self._settled(trainer, watch, optimizer))
-        ):
+        latest = min(watch.rule.latest, self._share_of_steps(trainer, watch, optimizer))
+        if step >= latest or (self.mode == "auto" and self._settled(trainer, watch, optimizer)):
             self._freeze(watch, optimizer)
 
-    def _passed(self, trainer: Any, watch: _Watch, optimizer: Any) -> bool:
-        """Whether the share of the run that is the maximum has passed, for an optimizer that does not step in every batch.
+    def _share_of_steps(self, trainer: Any, watch: _Watch, optimizer: Any) -> float:
+        """The maximum in steps of an optimizer that does not step in every batch, if it is a share of the run; else infinite.
 
-        That is known of under manual optimization only by watching (a GAN whose generator steps in every fifth batch).
+        Planned are batches. How many steps an optimizer makes in them under manual optimization (a GAN's generator in every fifth
+        batch, or from some epoch on) is known by watching only.
         """
-        shares = self.step is None and self.max_step is None
-        if not shares or watch.planned is None or trainer.lightning_module.automatic_optimization:
-            return False
+        share = self.fraction if self.fraction is not None else self.max_fraction
+        bounded = self.step is not None or self.max_step is not None
+        if share is None or bounded or watch.planned is None or trainer.lightning_module.automatic_optimization:
+            return math.inf
         batches = stepped_batches(trainer) + 1 - watch.offset  # this one has not been counted
-        behind = optimizer.steps + optimizer.skipped_steps < batches
-        return behind and batches >= watch.rule.latest and optimizer.steps >= (self.min_step or 1)
+        tried = optimizer.steps + optimizer.skipped_steps
+        watch.began = watch.began or (batches, tried)
+        since, made = batches - watch.began[0], tried - watch.began[1]
+        if tried >= batches or since <= 0:
+            return math.inf
+        watch.expected = optimizer.steps + round(max(0, watch.planned - batches) * made / since)
+        return max(1, self.min_step or 1, round(share * watch.expected))
 
     def _settled(self, trainer: Any, watch: _Watch, optimizer: Any) -> bool:
         rule, step = watch.rule, optimizer.steps
@@ -403,9 +409,8 @@ class VarianceFreezeMixin:
     def _reason(self, watch: _Watch, step: int) -> str:
         rule = watch.rule
         rising = watch.learning_rate.rising(step)
-        if watch.late and step < rule.latest:
-            share = f"{rule.latest:,} of {watch.planned:,} planned batches"
-            return f"{share} have passed, in which it made {step:,} {watch.steps}"
+        if watch.expected is not None and step < rule.latest and not (rule.settled and not rising):
+            return f"that is its share of about {watch.expected:,} steps, which it makes in {watch.planned:,} planned batches"
         if self.mode != "auto":
             of = f" of {watch.planned:,} planned" if watch.planned is not None else ""
             note = ", though the learning rate still rises" if rising else ""

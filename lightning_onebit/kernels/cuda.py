@@ -378,10 +378,8 @@ class CudaKernels(ReferenceKernels):
         dtype = torch.bfloat16 if tensor.dtype is torch.bfloat16 else torch.float32
         return self._address(tensor, name, numel, dtype), _RESIDUALS[dtype]
 
-    def _reciprocals(self, tensor: Tensor | None, numel: int) -> tuple[int, int]:
-        """Address and code of reciprocal denominators, fp32 or, in half the memory, bf16; of none at all."""
-        if tensor is None:
-            return 0, 0
+    def _reciprocals(self, tensor: Tensor, numel: int) -> tuple[int, int]:
+        """Address and code of reciprocal denominators, fp32 or, in half the memory, bf16."""
         dtype = torch.bfloat16 if tensor.dtype is torch.bfloat16 else torch.float32
         return self._address(tensor, "r", numel, dtype), _DTYPES[dtype]
 
@@ -587,7 +585,7 @@ class CudaKernels(ReferenceKernels):
                 bound = self._bind(bucket, g, "g", device)
         elif r is not None:
             raise ValueError("r must be None with g=None")
-        reciprocal, code = self._reciprocals(r, elements)
+        reciprocal, code = (0, 0) if r is None else self._reciprocals(r, elements)
         residual, suffix = self._residual(e, "e", elements)
         lanes = size // BITS_PER_WORD
         narrow = code != _DTYPES[torch.float32]
@@ -639,7 +637,7 @@ class CudaKernels(ReferenceKernels):
             decay.device,
             (
                 *self._payload(packed, "packed", bucket.blocks, bucket.block_size),
-                *self._reciprocals(r, bucket.elements),
+                *((0, 0) if r is None else self._reciprocals(r, bucket.elements)),
                 self._address(decay, "decay", bucket.blocks),
                 self._address(alpha, "alpha", bucket.blocks),
             ),
