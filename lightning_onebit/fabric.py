@@ -369,6 +369,13 @@ class FabricMixin(_Base):
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """Fabric's; what differs by rank is written by every rank beside the file. Collective."""
+        # once a forward or backward has followed on the last step, 0/1 Adam's models show a rank's own weights
+        with contextlib.ExitStack() as shown:
+            for optimizer in self.onebit_optimizers:
+                shown.enter_context(optimizer.consensus())
+            self._save_checkpoint(path, state, *args, **kwargs)
+
+    def _save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         saved = self._optimizers_in(state)
         save: Callable[..., None] = super().save_checkpoint
         if not saved:

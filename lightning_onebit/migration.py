@@ -242,6 +242,8 @@ class _Translation:
         self.options = {"bias_correction": False, **_DEFAULTS[algorithm]}
         for name, value in params.items():
             key = f"optimizer.params.{name}"
+            if name == "betas" and isinstance(value, (int, float)):
+                raise TypeError(f"{key}={value!r} must be a list of two numbers, not {type(value).__name__}")
             if value == "auto":
                 self.unhonoured[key] = (
                     f"'auto' is filled in by another trainer; write the value: optimizer(params, {name}=...)"

@@ -331,6 +331,36 @@ def test_ranks_agree_which_of_several_optimizers_a_backward_concerns() -> None:
         assert found["order"] == [True, True]
 
 
+def saved_within_a_step(rank: int, world: int, folder: str) -> list[bool]:
+    """0/1 Adam between synchronisations: saved after a forward, and after a backward that only accumulates."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    fabric = launched("lightning.fabric", "zero_one_adam")
+    module = net()
+    options = {"lr": 1e-2, "block_size": 32, "var_freeze_step": 3, "local_step_scaler": 2}
+    model, optimizer = fabric.setup(module, fabric.strategy.optimizer(module.parameters(), **options))
+    train(fabric, model, optimizer, 9)
+    assert optimizer.mid_local
+    shared = {name: p.detach().clone() for name, p in module.named_parameters()}
+    (x,) = batches(1)
+    found = []
+    for name in ("forward", "accumulated"):
+        with fabric.no_backward_sync(model):
+            loss = model(x).sum()
+            if name == "accumulated":
+                fabric.backward(loss)
+        fabric.save(f"{folder}/{name}.ckpt", {"model": model, "optimizer": optimizer})
+        saved = torch.load(f"{folder}/{name}.ckpt", weights_only=True)["model"]
+        found.append(all(torch.equal(saved[key], value) for key, value in shared.items()))
+        # and training goes on from the rank's own weights, as if nobody had saved
+        found.append(not same_on_all_ranks(shared) and bool(same_on_all_ranks(dict(module.named_parameters()))))
+    return found
+
+
+def test_fabric_saves_the_shared_model_within_a_step_too(tmp_path: Path) -> None:
+    for found in run_ranks(saved_within_a_step, 2, str(tmp_path), timeout=60):
+        assert found == [True] * 4
+
+
 def released(rank: int, world: int, folder: str) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = str(rank)
     fabric = launched("lightning.fabric", "zero_one_adam")

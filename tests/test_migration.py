@@ -204,6 +204,11 @@ def test_precision_becomes_the_trainers(extra: dict[str, Any], precision: str | 
         ({"optimizer": {"type": "AdamW"}}, ValueError, "strategy='onebit_adam'"),
         ({}, ValueError, "optimizer.type=None"),
         ({"optimizer": "OneBitAdam"}, TypeError, "optimizer='OneBitAdam' must be a section"),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"betas": 0.9}}},
+            TypeError,
+            "optimizer.params.betas=0.9 must be",
+        ),
         ({"optimizer": {"type": "OneBitAdam", "params": None}}, TypeError, "optimizer.params=None must be a section"),
         (
             {"optimizer": {"type": "OneBitAdam"}, "fp16": {"enabled": True}, "bf16": {"enabled": True}},

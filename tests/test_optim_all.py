@@ -767,6 +767,28 @@ def test_overlap_leaves_what_is_frozen_for_a_while_beside_others_as_it_is() -> N
     assert equal(step, backward)
 
 
+def test_overlap_hears_of_a_layer_that_was_frozen_when_the_first_bucket_left() -> None:
+    """Otherwise its bucket, and all behind it, would wait for the end of backward from then on."""
+
+    def train(group: Any) -> list[bool]:
+        params, sent = layers(), []
+        options = {"overlap": "backward", "freeze_step": 3, "bucket_mb": 32 * 4 / 2**20}
+        optimizer = problem("onebit_adam", options).build(params, process_group=group)
+        for t in range(8):
+            params[3].requires_grad_(t != 3)
+            optimizer.zero_grad()
+            optimizer.begin_backward()
+            draw = torch.Generator().manual_seed(10 * t + group.rank)
+            sum((p * torch.randn(p.shape, generator=draw)).sum() for p in params).backward()
+            if t >= 3:
+                sent.append(optimizer._launched == len(optimizer._early_buckets) > 0)
+            optimizer.step()
+        return sent
+
+    for sent in SimulatedWorld(2, timeout=60).run(train):
+        assert sent == [True] * 5, "all buckets leave during backward"
+
+
 # ----- interrupted runs ------------------------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._landed: set[int] = set()
         self._early_buckets: list[Bucket] = []
         self._remove_landing: Callable[[], object] | None = None
+        self._hooked: set[int] = set()  # slots whose gradients are heard of
         _alive.add(self)
 
     # ----- what users see ---------------------------------------------------------------------------------------------
@@ -251,7 +252,7 @@ class OnebitOptimizer(StatefulOptimizer):
     def _remove_landing_hooks(self) -> None:
         if self._remove_landing is not None:
             self._remove_landing()
-        self._remove_landing = None
+        self._remove_landing, self._hooked = None, set()
 
     @contextlib.contextmanager
     def consensus(self) -> Iterator[None]:
@@ -490,14 +491,15 @@ class OnebitOptimizer(StatefulOptimizer):
                 "Under manual optimization toggle the optimizer whose loss it is; add up the losses of one step, or let all "
                 "backwards but the last only accumulate (toggle_model(sync_grad=False)); or use overlap='step'"
             )
-        if self._remove_landing is None:
-            hooks = [
-                self._params[i].register_post_accumulate_grad_hook(self._landing_hook(slot))
-                for slot, i in enumerate(self._slots)
-                if self._params[i].requires_grad
-            ]
-            self._remove_landing = remove_with(self, hooks)
         trains = [self._params[i].requires_grad for i in self._slots]
+        hooked = {slot for slot, trained in enumerate(trains) if trained}
+        if not hooked <= self._hooked:  # some were frozen when the others were given theirs
+            self._remove_landing_hooks()
+            hooks = [
+                self._params[self._slots[slot]].register_post_accumulate_grad_hook(self._landing_hook(slot))
+                for slot in sorted(hooked)
+            ]
+            self._remove_landing, self._hooked = remove_with(self, hooks), hooked
         self._early_buckets = [b for b in self._buckets() if any(trains[slot] for slot in b.params)]
         self._owed = [sum(trains[slot] for slot in b.params) for b in self._early_buckets]
         self._active = [p.requires_grad for p in self._params]
