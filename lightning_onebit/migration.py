@@ -353,6 +353,8 @@ class _Translation:
                     "'auto' is filled in by another trainer; give precision to the Trainer"
                 )
                 continue
+            if not isinstance(section.get("enabled", False), bool):
+                raise TypeError(f'{key}.enabled={section["enabled"]!r} must be true, false or "auto"')
             if section.get("enabled", False):
                 chosen[f"{key}.enabled"] = precision
             for name, value in section.items():
