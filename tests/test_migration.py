@@ -205,6 +205,11 @@ def test_precision_becomes_the_trainers(extra: dict[str, Any], precision: str | 
         ({}, ValueError, "optimizer.type=None"),
         ({"optimizer": "OneBitAdam"}, TypeError, "optimizer='OneBitAdam' must be a section"),
         (
+            {"optimizer": {"type": "OneBitAdam"}, "fp16": {"enabled": "false"}},
+            TypeError,
+            "fp16.enabled='false' must be",
+        ),
+        (
             {"optimizer": {"type": "OneBitAdam", "params": {"betas": 0.9}}},
             TypeError,
             "optimizer.params.betas=0.9 must be",
