@@ -39,7 +39,7 @@ from _common import RESULTS, machine_info, medians, ratio, side_by_side, write_j
 from torch import Tensor
 
 from lightning_onebit.comm import Bucket, plan_buckets
-from lightning_onebit.kernels import KernelBackend, Packed, get_backend
+from lightning_onebit.kernels import KernelBackend, Packed, Residual, get_backend
 
 BLOCK = 2048
 RANKS = 2
@@ -76,6 +76,7 @@ class Case:
         n, blocks = self.bucket.elements, self.bucket.blocks
         self.g, self.x, self.out = torch.randn(n), torch.randn(n), torch.empty(n)
         self.e, self.m, self.r = torch.zeros(n), torch.randn(n), torch.rand(n) + 1.0
+        self.deferred = Residual(self.e, torch.zeros(blocks))
         self.g16 = self.g.bfloat16()
         self.old, self.sent = Packed.empty(1, blocks, BLOCK), Packed.empty(1, blocks, BLOCK)
         self.old.words.random_(-(2**31), 2**31 - 1)
@@ -90,10 +91,8 @@ class Case:
         """Name -> bytes per element of the bucket, and the call."""
         bucket, blocks = self.bucket, self.bucket.blocks
 
-        def compress(m: Any, g: Any, r: Any = None) -> Callable[[], Any]:
-            return lambda: kernels.compress(
-                bucket, 0, blocks, a=self.a, m=m, b=self.b, g=g, e=self.e, out=self.sent, r=r
-            )
+        def compress(m: Any, g: Any, r: Any = None, e: Any = self.deferred) -> Callable[[], Any]:
+            return lambda: kernels.compress(bucket, 0, blocks, a=self.a, m=m, b=self.b, g=g, e=e, out=self.sent, r=r)
 
         def apply(r: Any) -> Callable[[], Any]:
             return lambda: kernels.apply_adam(bucket, [self.x], self.old, r, self.decay, self.alpha)
@@ -101,7 +100,7 @@ class Case:
         def reduce(rows: int) -> Callable[[], Any]:
             chunk = blocks // rows
             received, reply = Packed.empty(rows, chunk, BLOCK), Packed.empty(1, chunk, BLOCK)
-            d = torch.zeros(chunk * BLOCK)
+            d = Residual(torch.zeros(chunk * BLOCK), torch.zeros(chunk))
             return lambda: kernels.reduce(received, bucket.lengths[:chunk], d, reply, 1 / rows)
 
         def vote(rows: int) -> Callable[[], Any]:
@@ -114,6 +113,7 @@ class Case:
             "grad_stats": (4, lambda: kernels.grad_stats([self.g])),
             "compress, preconditioned": (16 + 2 * BITS, compress(self.old, [self.g], self.r)),
             "compress, bf16 denominators": (14 + 2 * BITS, compress(self.old, [self.g], self.r.bfloat16())),
+            "compress, nothing owed": (16 + 2 * BITS, compress(self.old, [self.g], self.r, self.e)),
             "compress": (12 + 2 * BITS, compress(self.old, [self.g])),
             "compress, bf16 gradient": (10 + 2 * BITS, compress(self.old, [self.g16])),
             "compress, fp32 momentum": (16 + BITS, compress(self.m, [self.g])),
@@ -263,14 +263,18 @@ class Step:
             "momentum": momentum,
             "sent": Packed.empty(RANKS, chunk, BLOCK),
             "lengths": bucket.lengths[:chunk],
-            "e": torch.zeros(n, dtype=self.residuals),
-            "d": torch.zeros(chunk * BLOCK, dtype=self.residuals),
+            "e": self._residual(blocks),
+            "d": self._residual(chunk),
             "r": (torch.rand(n) + 1.0).to(self.denominators),
             "a": torch.full((blocks,), 0.9),
             "b": torch.full((blocks,), 0.1),
             "decay": torch.full((blocks,), 1 - 1e-6),
             "alpha": torch.full((blocks,), 1e-4),
         }
+
+    def _residual(self, blocks: int) -> Residual:
+        """As an optimizer has it: what full blocks owe is left to the next step."""
+        return Residual.zeros(blocks, BLOCK, self.residuals, torch.device("cpu"), deferred=self.kernels.defers)
 
     @property
     def reads(self) -> float:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 import lightning_onebit.kernels as registry
 from lightning_onebit.comm import Bucket, plan_buckets
-from lightning_onebit.kernels import KernelsUnavailable, Packed, ReferenceKernels, cpu, get_backend
+from lightning_onebit.kernels import KernelsUnavailable, Packed, ReferenceKernels, Residual, cpu, get_backend
+from lightning_onebit.kernels.residual import settled
 
 COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
@@ -95,18 +96,25 @@ def run_everything(
 
     # residuals and reciprocal denominators may be kept in 16 bits
     held, divided = (torch.bfloat16 if rng.random() < 0.4 else torch.float32 for _ in range(2))
-    e, out = flats[0].to(held, copy=True), Packed.empty(world, chunk, size)
+
+    def residual(flat: Tensor) -> Tensor | Residual:
+        """One of ordinary tensors, or one of which something may still have to be taken off."""
+        if held is torch.bfloat16 or rng.random() < 0.5:
+            return flat.to(held, copy=True)
+        return Residual(flat.clone(), hard(rng, flat.numel() // size).abs())
+
+    e, out = residual(flats[0]), Packed.empty(world, chunk, size)
     m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
     g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
     r = flats[1].abs().to(divided) if g is not None and rng.random() < 0.5 else None
     factor = float(rng.uniform(0.5, 1.7))
     kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r, scale_factor=factor)
-    written += [raw(e), raw(out.raw)]
+    written += [raw(settled(e)), raw(out.raw)]
 
-    d, reply = flats[3][: chunk * size].to(held, copy=True), Packed.empty(1, chunk, size)
+    d, reply = residual(flats[3][: chunk * size]), Packed.empty(1, chunk, size)
     workers = random_payload(rng, int(rng.integers(1, 7)), chunk, size)
     kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows, factor)
-    written += [raw(d), raw(reply.raw)]
+    written += [raw(settled(d)), raw(reply.raw)]
 
     flat = flats[4].clone()
     kernels.unpack(old, bucket.lengths, flat)
@@ -253,6 +261,41 @@ def test_the_other_algorithms_operations_have_the_bits_of_the_reference(
     with threads(count):
         mine = run_other_algorithms(kernels, *case)
     assert mine == run_other_algorithms(REFERENCE, *case)
+
+
+@pytest.mark.parametrize("looked_at", [False, True], ids=["left alone", "looked at after every step"])
+def test_what_a_residual_owes_is_what_would_have_been_taken_off_at_once(
+    kernels: cpu.CpuKernels, looked_at: bool
+) -> None:
+    """A full block's scale is left to the next step; neither bits nor residuals differ, whether anyone looks in between or not."""
+    size, rng = 2048, np.random.default_rng(3)
+    bucket = bucket_of([3 * size, size + 37], size)
+    full = bucket.lengths == size
+    ones, half = torch.ones(bucket.blocks), torch.full((bucket.blocks,), 0.5)
+    at_once = [torch.zeros(bucket.elements) for _ in "ed"]
+    deferred = [Residual.zeros(bucket.blocks, size, torch.float32, at_once[0].device, deferred=True) for _ in "ed"]
+    bits = []
+    for _ in range(5):
+        g = torch.from_numpy(rng.standard_normal(bucket.elements).astype(np.float32))
+        for e, d in (at_once, deferred):
+            sent, reply = Packed.empty(1, bucket.blocks, size), Packed.empty(1, bucket.blocks, size)
+            kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=half, g=g, e=e, out=sent, scale_factor=1.25)
+            kernels.reduce(sent, bucket.lengths, d, reply, 1.0)
+            bits.append(raw(sent.raw) + raw(reply.raw))
+        for residual in deferred:
+            assert isinstance(residual, Residual) and residual.owed is not None
+            assert torch.equal(residual.owed > 0, full)  # a block with padding is settled at once
+        if looked_at:
+            assert all(raw(a) == raw(settled(b)) for a, b in zip(at_once, deferred, strict=True))
+    assert bits[::2] == bits[1::2] and len(set(bits)) == 5
+    for a, b in zip(at_once, deferred, strict=True):
+        assert raw(a) == raw(settled(b)) == raw(settled(b))  # taken off once
+    part = deferred[0].part(1, 3, size)
+    kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=ones, g=g, e=deferred[0], out=sent)
+    before = deferred[0].values.clone()
+    part.settled()
+    changed = (before != deferred[0].values).view(-1, size).any(1)
+    assert changed.tolist() == [False, True, True, *[False] * (bucket.blocks - 3)]
 
 
 @pytest.mark.parametrize("special", [1e-39, -3e-41, float("nan"), float("inf"), -float("inf")])

@@ -500,3 +500,36 @@ def _released(group: Any, rank: int, world: int) -> Any:
 
 def test_a_released_optimizer_leaves_parameters_their_own_memory() -> None:
     assert run_world(_released, 2) == [70 * 4] * 2
+
+
+def test_residuals_owe_their_scales_from_step_to_step_and_nobody_sees_it() -> None:
+    """Compiled kernels leave a full block's subtraction to the next step; who asks for residuals gets the reference's."""
+
+    def run(kernels: str, idle: bool) -> tuple[list[Any], list[int]]:
+        params = [torch.nn.Parameter(torch.ones(5 * 64)), torch.nn.Parameter(torch.ones(64 + 30))]
+        options: Any = {"freeze_step": 1, "block_size": 64, "force_compression": True, "refresh_interval": "never"}
+        optimizer = OnebitAdam(params, lr=0.01, kernels=kernels, **options)
+        draws = torch.Generator().manual_seed(4)
+        seen, owing = [], []
+        for t in range(6):
+            for i, p in enumerate(params):
+                p.grad = None if idle and t == 3 and i == 0 else torch.randn(p.shape, generator=draws)
+            optimizer.step()
+            if t:
+                owing.append(_owing_blocks(optimizer))
+            if t in (2, 3, 5):
+                seen += [value.clone() for value in optimizer.residual_state_dict()["tensors"].values()]
+                seen.append(torch.tensor(optimizer.residual_ratio()))
+        return [*seen, *params], owing
+
+    for idle in (False, True):
+        (expected, never), (mine, owing) = run("reference", idle), run("cpu", idle)
+        assert equal(mine, expected)
+        assert never == [0] * 5
+        # six full blocks on each side, and one with padding, which is settled at once; what sits a step out after a look owes nothing
+        assert owing == [12, 12, 2 if idle else 12, 12, 12]
+
+
+def _owing_blocks(optimizer: Any) -> int:
+    residuals = (optimizer._worker_residual, optimizer._server_residual)
+    return sum(int((residual.owed != 0).sum()) for residual in residuals if residual.owed is not None)

@@ -238,8 +238,8 @@ class Run:
                 mine[name.removesuffix("_exact")] = mine.pop(name)  # not the form for plain AdamW
             mine["weights"] = p.detach().clone()
             residual = optimizer._worker_residual
-            if residual is not None and residual.numel() == plan.elements and index in optimizer._slot_of:
-                mine["residual"] = optimizer._part(residual, optimizer._slot_of[index]).clone()
+            if residual is not None and residual.values.numel() == plan.elements and index in optimizer._slot_of:
+                mine["residual"] = optimizer._part(residual.settled(), optimizer._slot_of[index]).clone()
             found.append(mine)
         return found
 

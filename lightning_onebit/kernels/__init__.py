@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
+from lightning_onebit.kernels.residual import Residual
 
 log = logging.getLogger("lightning_onebit")
 
@@ -26,6 +27,7 @@ __all__ = [
     "KernelBackend",
     "KernelsUnavailable",
     "Packed",
+    "Residual",
     "SpanLike",
     "get_backend",
 ]

@@ -39,11 +39,12 @@ from lightning_onebit.kernels.common import CheckMap, check_carry, increment_ver
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
+from lightning_onebit.kernels.residual import Residual
 
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 12
+ABI = 13
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -212,6 +213,7 @@ _KEY = (ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 _SPANS = (_LONG, _POINTER, _POINTER, _POINTER, _POINTER)  # count, first blocks, lengths, addresses, dtypes
 _PAYLOAD = (_POINTER, _LONG, _LONG)  # address, bytes from row to row, blocks of a row
 _STATE = (_POINTER, _INT)  # address, dtype
+_RESIDUAL = (*_STATE, _POINTER)  # and what its blocks owe
 
 # The parameters after the first (threads, int) of each function of onebit_cpu.cpp.
 _SIGNATURES: dict[str, tuple[Any, ...]] = {
@@ -226,11 +228,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *[_POINTER] * 2,
         *_SPANS,
         *_STATE,
-        *_STATE,
+        *_RESIDUAL,
         *_PAYLOAD,
         _FLOAT,
     ),
-    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_STATE, _POINTER, _LONG, _FLOAT, _FLOAT),
+    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, _POINTER, _POINTER),
     "lamb_products": (_LONG, _LONG, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD, *_STATE, _POINTER),
@@ -283,6 +285,14 @@ def _state(tensor: Tensor, name: str, numel: int) -> tuple[int, int]:
     """Address and code of residuals or reciprocal denominators: fp32 or, in half the memory, bf16."""
     dtype = torch.bfloat16 if tensor.dtype is torch.bfloat16 else torch.float32
     return _address(tensor, name, numel, dtype), _DTYPES[dtype]
+
+
+def _residual(residual: Tensor | Residual, name: str, blocks: int, block_size: int) -> tuple[int, int, int | None]:
+    """Address and code of a residual, and the address of what its blocks owe (None: they never do)."""
+    values, owed = (residual.values, residual.owed) if isinstance(residual, Residual) else (residual, None)
+    if owed is None:
+        return (*_state(values, name, blocks * block_size), None)
+    return _address(values, name, blocks * block_size), _FLOAT32[torch.float32], _address(owed, f"{name}.owed", blocks)
 
 
 def _payload(packed: Packed, name: str, blocks: int, block_size: int, scales: bool = True) -> tuple[int, int, int]:
@@ -385,6 +395,7 @@ class CpuKernels(ReferenceKernels):
     """
 
     name = "cpu"
+    defers = True
 
     def __init__(self) -> None:
         self._library = load(build())
@@ -400,7 +411,7 @@ class CpuKernels(ReferenceKernels):
         bucket = CheckMap(size, lengths)
         results = []
         for kernels in (ReferenceKernels(), self):
-            e, d = data[0].clone(), data[1].clone()
+            e, d = (Residual(flat.clone(), data[0, :3].abs()) for flat in data[:2])
             sent, reply = Packed.empty(1, 3, size), Packed.empty(1, 3, size)
             factors = data[4, :3].abs()
             kernels.compress(
@@ -417,7 +428,7 @@ class CpuKernels(ReferenceKernels):
                 scale_factor=1.3,
             )
             kernels.reduce(sent, lengths, d, reply, 1 / 3, 1.3)
-            results.append((e, d, sent.raw, reply.raw))
+            results.append((e.settled(), d.settled(), sent.raw, reply.raw))
         if not all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*results, strict=True)):
             raise KernelsUnavailable(
                 f"the library compiled with {shlex.join(find_compiler())!r} does not compute the reference's bits; "
@@ -493,7 +504,7 @@ class CpuKernels(ReferenceKernels):
         m: Tensor | Packed | None,
         b: Tensor | None,
         g: Tensor | Spans | None,
-        e: Tensor,
+        e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
         scale_factor: float = 1.0,
@@ -526,7 +537,7 @@ class CpuKernels(ReferenceKernels):
                 spans_g = table.arguments
         elif r is not None:
             raise ValueError("r must be None with g=None")
-        residual = _state(e, "e", elements)
+        residual = _residual(e, "e", blocks, size)
         reciprocal = _NO_STATE if r is None else _state(r, "r", elements)
         self._call(
             "compress",
@@ -536,7 +547,13 @@ class CpuKernels(ReferenceKernels):
         )
 
     def reduce(
-        self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float, scale_factor: float = 1.0
+        self,
+        received: Packed,
+        lengths: Tensor,
+        d: Tensor | Residual,
+        out: Packed,
+        inv_n: float,
+        scale_factor: float = 1.0,
     ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
         size, blocks = received.block_size, received.blocks_per_row
@@ -548,7 +565,7 @@ class CpuKernels(ReferenceKernels):
             *(size, received.rows, *_payload(received, "received", received.rows * blocks, size)),
             *(
                 _address(lengths, "lengths", blocks, torch.int32),
-                *_state(d, "d", blocks * size),
+                *_residual(d, "d", blocks, size),
                 address,
                 stride,
                 inv_n,

@@ -34,6 +34,7 @@ from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.cpu import cache_directory
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
+from lightning_onebit.kernels.residual import Residual, settled
 from lightning_onebit.kernels.transfer import upload
 
 log = logging.getLogger("lightning_onebit")
@@ -559,12 +560,13 @@ class CudaKernels(ReferenceKernels):
         m: Tensor | Packed | None,
         b: Tensor | None,
         g: Tensor | Spans | None,
-        e: Tensor,
+        e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
         scale_factor: float = 1.0,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
+        e = settled(e)
         size, blocks, device = bucket.block_size, hi - lo, e.device
         elements = blocks * size
         kind, factor_m, flat_m, packed_m = "none", 0, 0, (0, 0, 1)
@@ -605,9 +607,16 @@ class CudaKernels(ReferenceKernels):
         self._launch(name, device, size, blocks, arguments, accumulators=1, staged=wide)
 
     def reduce(
-        self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float, scale_factor: float = 1.0
+        self,
+        received: Packed,
+        lengths: Tensor,
+        d: Tensor | Residual,
+        out: Packed,
+        inv_n: float,
+        scale_factor: float = 1.0,
     ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
+        d = settled(d)
         size, blocks = received.block_size, received.blocks_per_row
         if out.rows != 1:
             raise ValueError(f"out must be one row, got {out.rows}")

@@ -47,7 +47,7 @@
 
 namespace {
 
-constexpr int kAbi = 12;
+constexpr int kAbi = 13;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -578,22 +578,38 @@ template <int N> INLINE F<N> residual_of(F<N> y, F<N> scale) {  // y - (+-scale)
   return y - bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(scale) | (bits_as<U<N>>(y) & kSign)));
 }
 
-// Bits, scale and residual of the block that `maker` makes. y goes through the memory of an fp32 residual: read by the maker,
-// overwritten with y, and then, while that is still in the cache, with the residual. A 16-bit residual has no room for y, which goes
-// through `staged` then.
+// An element of an fp32 residual from which the reader takes its block's scale off (residual.py): y itself.
+struct Owing {
+  float y;
+};
+template <class E> constexpr bool kHoldsY = !std::is_same_v<E, Bfloat>;  // whether y fits the residual's memory
+
+// The residual at p; `owed`: what is still to be taken off, of an Owing alone.
+template <int N, class E> INLINE F<N> residual_at(const E* p, F<N> owed) {
+  if constexpr (std::is_same_v<E, Owing>) return residual_of<N>(load<N>(&p->y), owed);
+  else return load<N>(p);
+}
+
+// Bits, scale and residual of the block that `maker` makes. y goes through the memory of an fp32 residual: read by the maker and
+// overwritten with y. An Owing's is left at that, with the scale in `owed`; others are overwritten, while that is still in the cache,
+// with the residual. A 16-bit residual has no room for y, which goes through `staged` then. A block with padding, which is always 0,
+// owes nothing.
 //
 // (Tried and slower on Zen 5, by 5 to 40 percent: merging the second pass into the next block's first one, postponing it behind
 // that, a buffer for y, and prefetching the next block meanwhile. All disturb the hardware's own prefetching.)
 template <class Maker, class E>
-INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* residual, float* staged, Block out, float* acc,
+INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* at, float* owed, float* staged, Block out, float* acc,
                      float scale_factor) {
   const int64_t lanes = block_size / kPlanes;
+  using Element = std::conditional_t<std::is_same_v<E, Owing>, float, E>;
+  Element* const residual = reinterpret_cast<Element*>(at);
   float* y = staged;
-  if constexpr (std::is_same_v<E, float>) y = residual;
+  if constexpr (kHoldsY<E>) y = residual;
+  if constexpr (std::is_same_v<E, Owing>) *owed = 0.0f;
   if (length <= 0) {
     *out.scale = 0.0f;
     std::memset(out.words, 0, lanes * 4);
-    std::memset(residual, 0, block_size * sizeof(E));
+    std::memset(residual, 0, block_size * sizeof(Element));
     return;
   }
   const int planes = static_cast<int>((length + lanes - 1) / lanes);
@@ -605,6 +621,12 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
   }
   const float scale = scale_factor * std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
   *out.scale = scale;
+  if constexpr (std::is_same_v<E, Owing>) {
+    if (length == block_size) {
+      *owed = scale;
+      return;
+    }
+  }
   const F<kNative> wide = splat<kNative>(scale);
   const int64_t vectors = length / kNative * kNative;
   int64_t i = 0;
@@ -614,7 +636,7 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
   if (unusual)
     for (i = 0; i < vectors; i += kNative) store<kNative>(residual + i, residual_of<kNative>(load<kNative>(y + i), wide));
   for (; i < length; ++i) store<1>(residual + i, residual_of<1>(y[i], scale));
-  if (!std::is_same_v<E, float>) std::memset(residual + length, 0, (block_size - length) * sizeof(E));
+  if (!kHoldsY<E>) std::memset(residual + length, 0, (block_size - length) * sizeof(Element));
 }
 
 // ----- compress ---------------------------------------------------------------------------------------------------------
@@ -632,15 +654,17 @@ template <Momentum M, Gradient G, class E, class D> struct Worker {
   const float* g;
   const D* r;
   const E* e;
+  float owed;
 
   template <int N, int R> struct Tile {
     const float *m, *g;
     const D* scale;
     const E* e;
+    F<N> owed;
     F<N> a, b;  // a: its product with the scale where m is packed, since a * -s == -(a * s)
     Signs<N> old[R];
     INLINE Tile(const Worker& w, int64_t lane)
-        : m(w.m), g(w.g), scale(w.r), e(w.e), a(splat<N>(w.a)), b(splat<N>(w.b)) {
+        : m(w.m), g(w.g), scale(w.r), e(w.e), owed(splat<N>(w.owed)), a(splat<N>(w.a)), b(splat<N>(w.b)) {
       if (M == Momentum::kPacked) {
         a = splat<N>(w.a * w.m_scale);
         for (int r = 0; r < R; ++r) old[r].begin(w.m_words + lane + r * N);
@@ -658,7 +682,7 @@ template <Momentum M, Gradient G, class E, class D> struct Worker {
       if (G == Gradient::kNone) y = y + splat<N>(0.0f);
       if (G == Gradient::kPlain) y = y + b * load<N>(g + i);
       if (G == Gradient::kScaled) y = y + (b * load<N>(g + i)) * load<N>(scale + i);
-      return y + load<N>(e + i);
+      return y + residual_at<N>(e + i, owed);
     }
   };
 };
@@ -674,6 +698,7 @@ struct CompressArgs {
   Spans spans;
   const void* r;
   void* e;
+  float* owed;
   Payload out;
   float scale_factor;
 };
@@ -681,7 +706,7 @@ struct CompressArgs {
 template <Momentum M, Gradient G, class E, class D> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(std::is_same_v<E, float> ? 0 : size);
+    Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(kHoldsY<E> ? 0 : size);
     SpanCursor cursor(x.spans, size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t length = x.lengths[block];
@@ -689,6 +714,8 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
       Worker<M, G, E, D> worker{};
       E* const e = static_cast<E*>(x.e) + block * size;
       worker.e = e;
+      float* const owed = x.owed + (std::is_same_v<E, Owing> ? block : 0);
+      if constexpr (std::is_same_v<E, Owing>) worker.owed = *owed;
       if (M != Momentum::kNone) worker.a = x.a[block];
       if (M == Momentum::kFlat) worker.m = x.m + block * size;
       if (M == Momentum::kPacked) {
@@ -706,7 +733,7 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
           worker.g = whole_block(cursor.at(block), size, staged);
         }
       }
-      quantize(worker, size, length, e, y, block_of(x.out, block, lanes), acc, x.scale_factor);
+      quantize(worker, size, length, e, owed, y, block_of(x.out, block, lanes), acc, x.scale_factor);
     }
   });
 }
@@ -720,12 +747,13 @@ template <int Rows, class E> struct Server {
   const uint32_t* const* words;
   float inv_n;
   const E* d;
+  float owed;
 
   template <int N, int R> struct Tile {
     const E* d;
-    F<N> inv_n, scale[Rows];
+    F<N> owed, inv_n, scale[Rows];
     Signs<N> signs[Rows][R];
-    INLINE Tile(const Server& s, int64_t lane) : d(s.d), inv_n(splat<N>(s.inv_n)) {
+    INLINE Tile(const Server& s, int64_t lane) : d(s.d), owed(splat<N>(s.owed)), inv_n(splat<N>(s.inv_n)) {
       for (int row = 0; row < Rows; ++row) {
         scale[row] = splat<N>(s.scales[row]);
         for (int r = 0; r < R; ++r) signs[row][r].begin(s.words[row] + lane + r * N);
@@ -735,7 +763,7 @@ template <int Rows, class E> struct Server {
       ask<2048, true>(d + i);
       F<N> z = signs[0][r].next(scale[0]);
       for (int row = 1; row < Rows; ++row) z = z + signs[row][r].next(scale[row]);
-      return z * inv_n + load<N>(d + i);
+      return z * inv_n + residual_at<N>(d + i, owed);
     }
   };
 };
@@ -746,6 +774,7 @@ template <class E> struct Server<0, E> {
   const uint32_t* const* words;
   float inv_n;
   const E* d;
+  float owed;
 
   template <int N, int R> struct Tile {
     const Server& s;
@@ -761,17 +790,17 @@ template <class E> struct Server<0, E> {
       ask<2048, true>(s.d + i);
       F<N> z = term(0, r, shift);
       for (int row = 1; row < s.rows; ++row) z = z + term(row, r, shift);
-      return z * splat<N>(s.inv_n) + load<N>(s.d + i);
+      return z * splat<N>(s.inv_n) + residual_at<N>(s.d + i, splat<N>(s.owed));
     }
   };
 };
 
 template <int Rows, class E>
-void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, E* d, const Payload& out,
-            float inv_n, float scale_factor) {
+void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, E* d, float* owed,
+            const Payload& out, float inv_n, float scale_factor) {
   const int64_t lanes = size / kPlanes;
   parallel(threads, received.per_row, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), scales(rows), y(std::is_same_v<E, float> ? 0 : size);
+    Scratch acc(lanes), scales(rows), y(kHoldsY<E> ? 0 : size);
     std::vector<const uint32_t*> words(rows);
     for (int64_t block = first; block < last; ++block) {
       for (int row = 0; row < rows; ++row) {
@@ -781,8 +810,9 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
         words[row] = in.words;
       }
       E* const residual = d + block * size;
-      const Server<Rows, E> server{rows, scales, words.data(), inv_n, residual};
-      quantize(server, size, lengths[block], residual, y, block_of(out, block, lanes), acc, scale_factor);
+      float* const owes = owed + (std::is_same_v<E, Owing> ? block : 0);
+      const Server<Rows, E> server{rows, scales, words.data(), inv_n, residual, std::is_same_v<E, Owing> ? *owes : 0.0f};
+      quantize(server, size, lengths[block], residual, owes, y, block_of(out, block, lanes), acc, scale_factor);
     }
   });
 }
@@ -1284,16 +1314,18 @@ template <Momentum M, class E> void compress(int threads, const CompressArgs& x,
 }
 
 template <Momentum M> void compress(int threads, const CompressArgs& x, int r_dtype, int e_dtype) {
-  e_dtype == kBfloat16 ? compress<M, Bfloat>(threads, x, r_dtype) : compress<M, float>(threads, x, r_dtype);
+  if (e_dtype == kBfloat16) return compress<M, Bfloat>(threads, x, r_dtype);
+  x.owed != nullptr ? compress<M, Owing>(threads, x, r_dtype) : compress<M, float>(threads, x, r_dtype);
 }
 
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
                             void* const* span_data, const uint8_t* span_dtype, const void* r, int r_dtype, void* e,
-                            int e_dtype, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row, float scale_factor) {
+                            int e_dtype, float* owed, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row,
+                            float scale_factor) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
-                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, {out_raw, out_stride, out_per_row},
+                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, owed, {out_raw, out_stride, out_per_row},
                        scale_factor};
   if (m != nullptr) return compress<Momentum::kFlat>(threads, x, r_dtype, e_dtype);
   if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, r_dtype, e_dtype);
@@ -1302,23 +1334,26 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
 
 template <class E>
 void reduce_rows(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, void* residual,
-                 const Payload& out, float inv_n, float scale_factor) {
+                 float* owed, const Payload& out, float inv_n, float scale_factor) {
   E* const d = static_cast<E*>(residual);
   switch (rows) {
-    case 1: return reduce<1>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
-    case 2: return reduce<2>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
-    case 3: return reduce<3>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
-    case 4: return reduce<4>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
-    default: return reduce<0>(threads, size, rows, received, lengths, d, out, inv_n, scale_factor);
+    case 1: return reduce<1>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
+    case 2: return reduce<2>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
+    case 3: return reduce<3>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
+    case 4: return reduce<4>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
+    default: return reduce<0>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
   }
 }
 
 EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
-                          const int32_t* lengths, void* d, int d_dtype, uint8_t* out_raw, int64_t out_stride, float inv_n,
-                          float scale_factor) {
+                          const int32_t* lengths, void* d, int d_dtype, float* owed, uint8_t* out_raw, int64_t out_stride,
+                          float inv_n, float scale_factor) {
   const Payload received{in_raw, in_stride, per_row}, out{out_raw, out_stride, per_row};
-  if (d_dtype == kBfloat16) reduce_rows<Bfloat>(threads, block_size, rows, received, lengths, d, out, inv_n, scale_factor);
-  else reduce_rows<float>(threads, block_size, rows, received, lengths, d, out, inv_n, scale_factor);
+  const auto run = [&](auto element) {
+    reduce_rows<decltype(element)>(threads, block_size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
+  };
+  if (d_dtype == kBfloat16) return run(Bfloat{});
+  owed != nullptr ? run(Owing{}) : run(0.0f);
 }
 
 EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8_t* raw, int64_t stride, int64_t per_row,

@@ -9,7 +9,7 @@ it nowhere alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_onebit.kernels import counter_rng
 from lightning_onebit.kernels.common import check_carry
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
+from lightning_onebit.kernels.residual import Residual, settled
 
 if TYPE_CHECKING:
     from lightning_onebit.kernels import BlockMap, BoundSpans
@@ -120,6 +121,8 @@ class ReferenceKernels:
     """Plain torch on any device. Slow on purpose where clarity asks for it; always available."""
 
     name = "reference"
+    #: whether compressing is cheaper where residuals may owe (see ``Residual``)
+    defers: ClassVar[bool] = False
 
     # ----- moving between parameters and flat buckets -----------------------------------------------------------------
 
@@ -199,7 +202,7 @@ class ReferenceKernels:
         m: Tensor | Packed | None,
         b: Tensor | None,
         g: Tensor | Spans | None,
-        e: Tensor,
+        e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
         scale_factor: float = 1.0,
@@ -217,7 +220,8 @@ class ReferenceKernels:
             b: fp32 ``(hi - lo,)`` factor of ``g`` per block (None with ``g=None``).
             g: gradient: fp32 flat of the range, or span tensors of the whole bucket (``lo, hi`` must then be all of
                 it), or None (+0.0).
-            e: flat of the range, worker residual, fp32 or bf16; read and overwritten (rounded to its dtype).
+            e: flat of the range, worker residual, fp32 or bf16; read and overwritten (rounded to its dtype). A ``Residual`` may owe
+                afterwards.
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
             r: flat of the range, fp32 or bf16, reciprocal denominators by which the gradient is multiplied; None: by nothing (and
                 None with ``g=None``).
@@ -225,6 +229,7 @@ class ReferenceKernels:
         """
         if r is not None and g is None:
             raise ValueError("r must be None with g=None")
+        e = settled(e)
         bs = bucket.block_size
         lengths = bucket.lengths[lo:hi]
         y = torch.zeros((hi - lo, bs), dtype=torch.float32, device=e.device)
@@ -247,18 +252,25 @@ class ReferenceKernels:
         _as_blocks(e, bs).copy_(_compress_blocks(y, valid, lengths, out, scale_factor))
 
     def reduce(
-        self, received: Packed, lengths: Tensor, d: Tensor, out: Packed, inv_n: float, scale_factor: float = 1.0
+        self,
+        received: Packed,
+        lengths: Tensor,
+        d: Tensor | Residual,
+        out: Packed,
+        inv_n: float,
+        scale_factor: float = 1.0,
     ) -> None:
         """Server side: ``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual of z.
 
         Args:
             received: one row per worker, all of the same chunk.
             lengths: int32 ``(blocks_per_row,)`` valid lengths of the chunk's blocks.
-            d: flat ``(blocks_per_row * block_size,)`` server residual, fp32 or bf16; read and overwritten.
+            d: flat ``(blocks_per_row * block_size,)`` server residual, fp32 or bf16; read and overwritten (see ``compress``).
             out: one row.
             inv_n: ``1 / n``, rounded to fp32.
             scale_factor: see ``compress``.
         """
+        d = settled(d)
         bs = received.block_size
         z = _values(received.narrow(0, 1))
         for row in range(1, received.rows):

@@ -28,7 +28,7 @@ from lightning_onebit.comm import (
     memory_order,
     plan_buckets,
 )
-from lightning_onebit.kernels import BoundSpans, Packed, get_backend
+from lightning_onebit.kernels import BoundSpans, Packed, Residual, get_backend
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number
@@ -86,8 +86,8 @@ class Lookups:
     def __init__(self) -> None:
         self.weights: dict[int, BoundSpans] = {}
         self.grads: dict[int, BoundSpans] = {}
-        self.worker: dict[int, tuple[Coefficients, Tensor]] = {}
-        self.server: dict[int, tuple[Tensor, Tensor]] = {}
+        self.worker: dict[int, tuple[Coefficients, Residual]] = {}
+        self.server: dict[int, tuple[Tensor, Residual]] = {}
         self.tables: dict[str, Sequence[Tensor]] = {}
         # a parameter of each kind (see ``_kinds``), and for each slot the position of its kind there; values by slot
         self.kinds: tuple[list[int], list[int]] | None = None
@@ -140,8 +140,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._laid_out_for = (0, 0)
         self._flat: dict[str, Tensor] = {}
         self._momentum: list[Tensor | Packed] = []
-        self._worker_residual: Tensor | None = None
-        self._server_residual: Tensor | None = None
+        self._worker_residual: Residual | None = None
+        self._server_residual: Residual | None = None
         # by parameter index: whether it takes part in the running step
         self._active: list[bool] = []
         # by bucket: the addresses of its weights and the views that were made of them; its parameters
@@ -542,23 +542,26 @@ class ArenaOptimizer(torch.optim.Optimizer):
         return flat[start : start + self._params[self._slots[slot]].numel()]
 
     def _allocate_residuals(self) -> None:
-        ranks, elements = self._ranks(), self._known_plan().elements
         if self._worker_residual is None:
-            dtype = getattr(torch, self.options.residual_dtype)
-            self._worker_residual = torch.zeros(elements // ranks.ranks_per_node, dtype=dtype, device=self._device)
-            self._server_residual = torch.zeros(elements // ranks.size, dtype=dtype, device=self._device)
+            ranks = self._ranks()
+            self._worker_residual = self._no_residual(ranks.ranks_per_node)
+            self._server_residual = self._no_residual(ranks.size)
 
-    def _residual_of(self, bucket: Bucket) -> Tensor:
-        assert self._worker_residual is not None
-        share = self._ranks().ranks_per_node
-        start = bucket.first_block * bucket.block_size // share
-        return self._worker_residual[start : start + bucket.elements // share]
+    def _no_residual(self, share: int) -> Residual:
+        """Zeros for one of ``share`` equal parts of all blocks."""
+        return Residual.zeros(
+            self._known_plan().blocks // share,
+            self.options.block_size,
+            getattr(torch, self.options.residual_dtype),
+            self._device,
+            deferred=self._kernels.defers,
+        )
 
-    def _server_residual_of(self, bucket: Bucket) -> Tensor:
-        assert self._server_residual is not None
-        share = self._ranks().size
-        start = bucket.first_block * bucket.block_size // share
-        return self._server_residual[start : start + bucket.elements // share]
+    def _residual_of(self, bucket: Bucket) -> Residual:
+        return _part(self._worker_residual, bucket, self._ranks().ranks_per_node)
+
+    def _server_residual_of(self, bucket: Bucket) -> Residual:
+        return _part(self._server_residual, bucket, self._ranks().size)
 
     def _shard_blocks(self, bucket: Bucket) -> tuple[int, int]:
         ranks = self._ranks()
@@ -733,6 +736,13 @@ class ArenaOptimizer(torch.optim.Optimizer):
         for i in indices:
             self._t[i] += 1
         self._lookups = Lookups()
+
+
+def _part(residual: Residual | None, bucket: Bucket, share: int) -> Residual:
+    """What a rank that has one of ``share`` parts of every bucket holds of this one."""
+    assert residual is not None
+    first = bucket.first_block // share
+    return residual.part(first, first + bucket.blocks // share, bucket.block_size)
 
 
 def _places(form: Form) -> tuple[Any, ...]:

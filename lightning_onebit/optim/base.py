@@ -23,7 +23,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket, Control, ExchangeSession, Topology, control_round, ring_bytes, torn_down_last
 from lightning_onebit.comm.reducer import remove_with
-from lightning_onebit.kernels import BoundSpans, Packed
+from lightning_onebit.kernels import BoundSpans, Packed, Residual
 from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.arena import DENSE_LANE, PLAN_LANE, Coefficients, Lookups, Phase
 from lightning_onebit.optim.options import CommonOptions, check_number
@@ -368,12 +368,13 @@ class OnebitOptimizer(StatefulOptimizer):
     @torch.no_grad()
     def residual_ratio(self) -> float:
         """Norm of this rank's worker residual relative to the norm of the momentum; 0.0 before the first exchange (a pass over memory)."""
-        if self._worker_residual is None or not self._worker_residual.numel():
+        if self._worker_residual is None or not self._worker_residual.values.numel():
             return 0.0
+        values = self._worker_residual.settled()
         squares = sum(float(self._momentum_energy(bucket).sum()) for bucket in self._buckets())
         # hierarchical ranks hold 1/K of the residual
-        share = self._worker_residual.numel() / max(1, self._known_plan().elements)
-        residual = float(torch.linalg.vector_norm(self._worker_residual, dtype=torch.float64)) / share**0.5
+        share = values.numel() / max(1, self._known_plan().elements)
+        residual = float(torch.linalg.vector_norm(values, dtype=torch.float64)) / share**0.5
         return residual / squares**0.5 if squares > 0 else 0.0
 
     def _momentum_energy(self, bucket: Bucket) -> Tensor:
@@ -831,9 +832,12 @@ class OnebitOptimizer(StatefulOptimizer):
         """Uses the exchanged result of a bucket."""
         raise AssertionError("abstract")
 
-    def _guarded(self, bucket: Bucket) -> list[Tensor]:
-        """Flats over this rank's shard or chunk of a bucket that an exchange overwrites."""
-        return [self._residual_of(bucket), self._server_residual_of(bucket)]
+    def _guarded(self, bucket: Bucket) -> list[tuple[Tensor | Residual, tuple[int, int]]]:
+        """What an exchange overwrites of a bucket, and the blocks of the bucket whose it is: this rank's shard or chunk."""
+        return [
+            (self._residual_of(bucket), self._shard_blocks(bucket)),
+            (self._server_residual_of(bucket), self._chunk_blocks(bucket)),
+        ]
 
     def _begin_exchange(self) -> None:
         """Called before the exchange of a step."""
@@ -883,11 +887,11 @@ class OnebitOptimizer(StatefulOptimizer):
         self._lookups.worker[bucket.index] = self._worker_side(bucket)
         self._lookups.server[bucket.index] = self._server_side(bucket)
 
-    def _worker_side(self, bucket: Bucket) -> tuple[Coefficients, Tensor]:
+    def _worker_side(self, bucket: Bucket) -> tuple[Coefficients, Residual]:
         """What the worker side of a bucket needs: coefficients and residual."""
         return self._coefficients(bucket, *self._shard_blocks(bucket)), self._residual_of(bucket)
 
-    def _server_side(self, bucket: Bucket) -> tuple[Tensor, Tensor]:
+    def _server_side(self, bucket: Bucket) -> tuple[Tensor, Residual]:
         """What the server side of this rank's chunk of a bucket needs: lengths of the blocks and residual."""
         return bucket.lengths[slice(*self._chunk_blocks(bucket))], self._server_residual_of(bucket)
 
@@ -923,12 +927,12 @@ class _Protected:
     def save(self) -> None:
         """Remembers what an exchange overwrites."""
         optimizer, bucket = self._optimizer, self._bucket
-        lo, hi = optimizer._shard_blocks(bucket)
-        chunk = slice(*optimizer._chunk_blocks(bucket))
-        for flat in optimizer._guarded(bucket):
-            blocks = flat.view(-1, bucket.block_size)
-            mask = self._idle[lo:hi] if len(blocks) == hi - lo else self._idle[chunk]
-            self._saved.append((blocks, mask, blocks[mask]))
+        for flat, where in optimizer._guarded(bucket):
+            mask = self._idle[slice(*where)]
+            for part in (flat.values, flat.owed) if isinstance(flat, Residual) else (flat,):
+                if part is not None:
+                    blocks = part.view(len(mask), -1)
+                    self._saved.append((blocks, mask, blocks[mask]))
         self._old = optimizer._momentum[bucket.index] if optimizer._momentum else None
 
     def restore(self) -> None:

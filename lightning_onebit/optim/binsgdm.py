@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit.comm import Bucket, memory_order
-from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels import Packed, Residual
 from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, DrawKey, draw_hash, draw_key, uniform
 from lightning_onebit.kernels.reference import pack_bits, unpack_bits
 from lightning_onebit.optim.arena import Phase
@@ -290,7 +290,7 @@ class BinSGDM(OnebitOptimizer):
             self._key(0, SERVER_STREAM),
             bucket.first_block + first,
             out,
-            self._server_residual_of(bucket) if self._feeds_back else None,
+            self._server_residual_of(bucket).values if self._feeds_back else None,
         )
         return out.view(torch.uint8).view(-1)
 
@@ -331,9 +331,12 @@ class BinSGDM(OnebitOptimizer):
     def _begin_exchange(self) -> None:
         self._drawn = {}
 
-    def _guarded(self, bucket: Bucket) -> list[Tensor]:
-        shard = [self._shard(bucket, "m"), self._shard(bucket, "a")]
-        return [*shard, self._server_residual_of(bucket)] if self._feeds_back else shard
+    def _guarded(self, bucket: Bucket) -> list[tuple[Tensor | Residual, tuple[int, int]]]:
+        shard: list[tuple[Tensor | Residual, tuple[int, int]]] = [
+            (self._shard(bucket, name), self._shard_blocks(bucket)) for name in ("m", "a")
+        ]
+        feedback = [(self._server_residual_of(bucket), self._chunk_blocks(bucket))] if self._feeds_back else []
+        return [*shard, *feedback]
 
     @property
     def _feeds_back(self) -> bool:
@@ -371,7 +374,7 @@ class BinSGDM(OnebitOptimizer):
                     self.algorithm,
                 )
         if self._feeds_back and self.compresses:
-            self._server_residual = self._first_feedback()
+            self._server_residual = Residual(self._first_feedback())
         self._merge_due = bool(kept)
         live = torch.zeros(self._known_plan().elements, dtype=torch.bool, device=self._device)
         for slot, i in enumerate(self._slots):
@@ -425,7 +428,7 @@ class BinSGDM(OnebitOptimizer):
     def _rank_state(self) -> dict[str, Tensor]:
         if not self._flat:
             return {}
-        feedback = {} if self._server_residual is None else {"server_residual": self._server_residual}
+        feedback = {} if self._server_residual is None else {"server_residual": self._server_residual.values}
         return {"momentum": self._flat["m"], "magnitude": self._flat["a"], **feedback}
 
     def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
@@ -433,7 +436,7 @@ class BinSGDM(OnebitOptimizer):
             if key in tensors:  # nothing was saved before the first step
                 self._flat[name].copy_(tensors[key])
         if self._server_residual is not None and "server_residual" in tensors:
-            self._server_residual.copy_(tensors["server_residual"])
+            self._server_residual.values.copy_(tensors["server_residual"])
 
     def _books(self) -> dict[str, Any]:
         return {**super()._books(), "merge_due": self._merge_due}

@@ -160,15 +160,15 @@ class StatefulOptimizer(ArenaOptimizer):
         """Tensors that differ by rank."""
         if self._worker_residual is None or self._server_residual is None:
             return {}
-        return {"worker_residual": self._worker_residual, "server_residual": self._server_residual}
+        return {"worker_residual": self._worker_residual.settled(), "server_residual": self._server_residual.settled()}
 
     def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
         """Takes ``_rank_state()`` back."""
         if "worker_residual" in tensors:
             self._allocate_residuals()
             assert self._worker_residual is not None and self._server_residual is not None
-            self._worker_residual.copy_(tensors["worker_residual"])
-            self._server_residual.copy_(tensors["server_residual"])
+            self._worker_residual.settled().copy_(tensors["worker_residual"])
+            self._server_residual.settled().copy_(tensors["server_residual"])
 
     def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:
         """(checkpoint name, flat values) of replicated arenas, one at a time so that only one temporary exists."""

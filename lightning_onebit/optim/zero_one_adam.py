@@ -365,7 +365,7 @@ class ZeroOneAdam(RefreshingAdam):
             )
             for residual, blocks_of in parts:
                 first, last = (bucket.first_block + block for block in blocks_of(bucket))
-                residual.mul_(r[first * bucket.block_size : last * bucket.block_size])
+                residual.settled().mul_(r[first * bucket.block_size : last * bucket.block_size])
 
     @property
     def _preconditioned(self) -> bool:

@@ -1,0 +1,56 @@
+"""A residual whose last subtraction may be left to whoever reads it next."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 1 << 20  # elements that are settled at a time, so that no temporary has the size of the model
+
+
+@dataclass(frozen=True)
+class Residual:
+    """The residual ``values - (+-owed)``, block by block, with the signs of the values.
+
+    A compressor that has just written ``y`` to memory need not go over it once more to write ``y - C(y)``: it leaves ``y`` where it is
+    and ``C(y)``'s scale in ``owed``, and the next step takes it off on its way. Numbers are the same, bit for bit, for what is
+    taken off later is what would have been taken off at once. A settled block owes 0.
+
+    Attributes:
+        values: flat over blocks, fp32 or bf16; 0 on padding.
+        owed: fp32 ``(blocks,)``; None: always settled, as bf16 residuals are, in which ``y`` has no room.
+    """
+
+    values: Tensor
+    owed: Tensor | None = None
+
+    @classmethod
+    def zeros(
+        cls, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, deferred: bool
+    ) -> Residual:
+        """No residual yet. ``deferred``: it may owe (of a bf16 one it makes no difference)."""
+        values = torch.zeros(blocks * block_size, dtype=dtype, device=device)
+        may_owe = deferred and dtype is torch.float32
+        return cls(values, torch.zeros(blocks, dtype=torch.float32, device=device) if may_owe else None)
+
+    def part(self, first: int, last: int, block_size: int) -> Residual:
+        """Blocks ``[first, last)`` as a view."""
+        values = self.values[first * block_size : last * block_size]
+        return Residual(values, None if self.owed is None else self.owed[first:last])
+
+    def settled(self) -> Tensor:
+        """The values, after what they owe has been taken off them."""
+        if self.owed is not None and self.owed.numel():
+            blocks = self.values.view(self.owed.numel(), -1)
+            at_a_time = max(1, CHUNK // max(1, blocks.shape[1]))
+            for values, owed in zip(blocks.split(at_a_time), self.owed.split(at_a_time), strict=True):
+                values.sub_(torch.copysign(owed[:, None], values))
+            self.owed.zero_()
+        return self.values
+
+
+def settled(residual: Tensor | Residual) -> Tensor:
+    """A residual's values, in either form."""
+    return residual.settled() if isinstance(residual, Residual) else residual
