@@ -235,10 +235,11 @@ class Step:
         bucket_mb: float,
         denominators: torch.dtype = torch.float32,
         residuals: torch.dtype = torch.float32,
+        deferred: bool = True,
     ) -> None:
         self.kernels = kernels
         self.gradients = gradients
-        self.denominators, self.residuals = denominators, residuals
+        self.denominators, self.residuals, self.deferred = denominators, residuals, deferred
         flat = [g.reshape(-1) for g in gradients]
         weights = [torch.randn_like(g) for g in flat]
         plan = plan_buckets(
@@ -273,8 +274,8 @@ class Step:
         }
 
     def _residual(self, blocks: int) -> Residual:
-        """As an optimizer has it: what full blocks owe is left to the next step."""
-        return Residual.zeros(blocks, BLOCK, self.residuals, torch.device("cpu"), deferred=self.kernels.defers)
+        """As an optimizer has it, what full blocks owe is left to the next step; or every step goes over its blocks once more."""
+        return Residual.zeros(blocks, BLOCK, self.residuals, torch.device("cpu"), deferred=self.deferred)
 
     @property
     def reads(self) -> float:
@@ -329,6 +330,7 @@ def measure_step(shapes: Sequence[tuple[int, ...]], repeats: int, bucket_mb: flo
     adamw = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
     step, own = Step(kernels, gradients, bucket_mb), Step(kernels, gradients, bucket_mb)
     short = {
+        "onebit, nothing owed": Step(kernels, gradients, bucket_mb, deferred=False),
         "onebit, bf16 denominators": Step(kernels, gradients, bucket_mb, torch.bfloat16),
         "onebit, bf16 denominators, residuals": Step(kernels, gradients, bucket_mb, torch.bfloat16, torch.bfloat16),
     }

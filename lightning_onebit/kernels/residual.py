@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ class Residual:
 
     values: Tensor
     owed: Tensor | None = None
+    _parts: dict[tuple[int, int], Residual] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
     def zeros(
@@ -36,9 +37,12 @@ class Residual:
         return cls(values, torch.zeros(blocks, dtype=torch.float32, device=device) if may_owe else None)
 
     def part(self, first: int, last: int, block_size: int) -> Residual:
-        """Blocks ``[first, last)`` as a view."""
-        values = self.values[first * block_size : last * block_size]
-        return Residual(values, None if self.owed is None else self.owed[first:last])
+        """Blocks ``[first, last)`` as a view; the same one at every call."""
+        part = self._parts.get((first, last))
+        if part is None:
+            values = self.values[first * block_size : last * block_size]
+            part = self._parts[first, last] = Residual(values, None if self.owed is None else self.owed[first:last])
+        return part
 
     def settled(self) -> Tensor:
         """The values, after what they owe has been taken off them."""
