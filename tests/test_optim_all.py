@@ -359,6 +359,39 @@ def test_a_dense_group_keeps_its_state_when_another_parameter_joins(algorithm: s
         assert waits and not stays
 
 
+def beside_a_newcomer(group: Any, rank: int, world: int, algorithm: str, joins: int | None, unfrozen: bool) -> Any:
+    """What the others have, compressed ones among them, while a ``compress=False`` parameter joins before step ``joins``."""
+    same = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(70, generator=same)) for _ in range(3)]
+    options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
+    groups: Any = [{"params": params[:2]}]
+    if unfrozen:
+        params[2].requires_grad_(False)
+        groups.append({"params": params[2:], "compress": False})
+    optimizer = CLASSES[algorithm](groups, process_group=group, **options)
+    seen = []
+    for t in range(12):
+        if t == joins:
+            params[2].requires_grad_()
+            if not unfrozen:
+                optimizer.add_param_group({"params": params[2:], "compress": False})
+        for k, p in enumerate(params):
+            p.grad = _draw(t, k, rank).repeat(2)[:70] if p.requires_grad else None
+        optimizer.step()
+        residuals = optimizer.residual_state_dict()["tensors"]
+        seen.append([p.detach().clone() for p in params[:2]] + [value.clone() for value in residuals.values()])
+    return seen
+
+
+@pytest.mark.parametrize("unfrozen", [False, True], ids=["added", "unfrozen"])
+@pytest.mark.parametrize("joins", [2, 4, 8])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_dense_newcomer_changes_nothing_for_the_others(algorithm: str, joins: int, unfrozen: bool) -> None:
+    """Blocks are dealt anew for a compressed newcomer alone: residuals, momenta and feedback of the others stay bit for bit."""
+    usual = run_world(beside_a_newcomer, 2, algorithm, None, unfrozen)
+    assert equal(run_world(beside_a_newcomer, 2, algorithm, joins, unfrozen), usual)
+
+
 def moving_worker(group: Any, rank: int, world: int, algorithm: str, late: bool) -> dict[str, Any]:
     """A dense group joins after the freeze, before or after the ranks are arranged as two nodes."""
     same = torch.Generator().manual_seed(0)

@@ -367,9 +367,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
     def _reconnect(self) -> None:
         """Connects; where nothing but the connection is new, state that differs by rank stays exactly as it is."""
-        ranks = self._ranks()
         moved = any(bucket.device != self._device for bucket in self._buckets())
-        if moved or self._laid_out_for != (ranks.size, ranks.ranks_per_node):
+        if moved or not self._in_its_world():
             self._build()
             return
         self._connect()
@@ -383,13 +382,15 @@ class ArenaOptimizer(torch.optim.Optimizer):
             newcomers: False lays out what is known already; who else is trainable joins, or is refused by name, in the next step.
         """
         fixed = self._plan is not None and not self._takes_new_parameters()
-        if fixed and self._laid_out_for != (self._ranks().size, self._ranks().ranks_per_node):
+        if fixed and not self._in_its_world():
             # connected to another world since: cut everything anew (before newcomers, which have no state to save, are numbered)
             self._unpack_state(self._packed_state())
         else:
-            kept = {id(self._params[i]): self._state_of(i) for i in self._known()} if self._plan is not None else {}
+            stays = self._plan_stays(newcomers)
+            known = self._known() if self._plan is not None else []
+            kept = {id(self._params[i]): self._state_of(i, dealt_anew=not stays) for i in known}
             self._index(newcomers and not fixed)
-            if fixed:
+            if stays:
                 self._layout_dense(kept)
             else:
                 self._layout(kept)
@@ -397,6 +398,20 @@ class ArenaOptimizer(torch.optim.Optimizer):
             self._connect()
         if self._transport is not None:
             self._renew_reducer()
+
+    def _in_its_world(self) -> bool:
+        """Whether the ranks are those that blocks have been dealt to."""
+        ranks = self._ranks()
+        return self._laid_out_for == (ranks.size, ranks.ranks_per_node)
+
+    def _plan_stays(self, newcomers: bool = True) -> bool:
+        """Whether blocks, and all that lies in them, stay as they are: nobody (of ``newcomers``) joins who is to be compressed."""
+        if self._plan is None or not self._takes_new_parameters():
+            return self._plan is not None
+        known = {id(self._params[i]) for i in self._slots}
+        compressed = [p for group in self.param_groups if group["compress"] for p in group["params"]]
+        joins = newcomers and any(p.requires_grad and id(p) not in known for p in compressed)
+        return not joins and self._in_its_world() and all(b.device == self._device for b in self._buckets())
 
     def _index(self, newcomers: bool = True) -> None:
         """Numbers the parameters and deals them to the plan (``_slots``; ``newcomers=False``: known ones only) and to dense averaging."""
@@ -458,8 +473,9 @@ class ArenaOptimizer(torch.optim.Optimizer):
                 if name in names:
                     self._moment(name, i).copy_(value)
 
-    def _state_of(self, index: int) -> dict[str, Tensor]:
-        names = self._dense_state.get(index, self._flat if self._takes_new_parameters() else {})
+    def _state_of(self, index: int, dealt_anew: bool = True) -> dict[str, Tensor]:
+        """What a parameter keeps where things are laid out anew; ``dealt_anew``: blocks are, and all that lies in them must be."""
+        names = self._dense_state.get(index, self._flat if dealt_anew and self._takes_new_parameters() else {})
         state = {name: self._moment(name, index).clone() for name in names}
         if index in self._masters:
             state["master"] = self._masters[index]

@@ -348,9 +348,9 @@ class BinSGDM(OnebitOptimizer):
     def _arenas(self) -> tuple[str, ...]:
         return ("m", "a")
 
-    def _state_of(self, index: int) -> dict[str, Tensor]:
-        if index not in self._slot_of:
-            return super()._state_of(index)
+    def _state_of(self, index: int, dealt_anew: bool = True) -> dict[str, Tensor]:
+        if index not in self._slot_of or not dealt_anew:
+            return super()._state_of(index, dealt_anew)
         # of a hierarchical run's m and a this rank has only some blocks
         state = super()._state_of(index) if self._laid_out_for[1] == 1 else {}
         if index in self._masters:

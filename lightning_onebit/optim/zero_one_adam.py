@@ -447,10 +447,10 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _build(self, *, connect: bool = True, newcomers: bool = True) -> None:
         """See the base; where everything is cut anew, one-bit rounds have put some state elsewhere than the base looks."""
-        ranks, before = self._ranks(), len(self._slots) if self._plan is not None else None
-        if self._plan is not None and self._takes_new_parameters():
+        before = len(self._slots) if self._plan is not None else None
+        if self._plan is not None and not self._plan_stays(newcomers):
             self._hold_momentum_flat()
-        elif self.mid_local and self._laid_out_for != (ranks.size, ranks.ranks_per_node):
+        elif self.mid_local and not self._in_its_world():
             self._drop_local_progress()
         super()._build(connect=connect, newcomers=newcomers)
         if before is not None and len(self._slots) > before:
