@@ -595,8 +595,8 @@ template <int N, class E> INLINE F<N> residual_at(const E* p, F<N> owed) {
 // with the residual. A 16-bit residual has no room for y, which goes through `staged` then. A block with padding, which is always 0,
 // owes nothing.
 //
-// (Tried and slower on Zen 5, by 5 to 40 percent: merging the second pass into the next block's first one, postponing it behind
-// that, a buffer for y, and prefetching the next block meanwhile. All disturb the hardware's own prefetching.)
+// (Tried for those that are, and slower on Zen 5 by 5 to 40 percent: merging the second pass into the next block's first one, postponing
+// it behind that, a buffer for y, and prefetching the next block meanwhile. All disturb the hardware's own prefetching.)
 template <class Maker, class E>
 INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* at, float* owed, float* staged, Block out, float* acc,
                      float scale_factor) {
