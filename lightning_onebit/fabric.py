@@ -57,6 +57,7 @@ from lightning_onebit.strategy import (
     _disconnect,
     _ignored,
     _LockstepUnscale,
+    _parameters,
     _unwrap,
     _world,
 )
@@ -80,6 +81,11 @@ class FabricMixin(_Base):
     its parameters and its connection, at the next ``fabric.setup`` or in the first backward after it, where all ranks agree on it.
     Until then it stays, and every backward averages its gradients too while its steps are dense; ``fabric.strategy.release(optimizer)``
     lets it go at once.
+
+    With several models at a time, say whose loss it is: ``fabric.backward(loss, model=model)``, alike on all ranks. That is the last
+    synchronised backward of this model's step, and what other models get from it only accumulates. Without it every backward
+    averages the gradients of all, and ``overlap="backward"``, which cannot send twice in a step, stops where a model's gradients or those
+    of its ``compress=False`` groups have left before its own backward.
 
     Args:
         algorithm: as for ``Trainer(strategy=...)``: what ``optimizer()`` makes, and the only kind that ``setup`` takes.
@@ -190,10 +196,13 @@ class FabricMixin(_Base):
             )
             buffers = _BufferSync(module, ignored) if self._broadcast_buffers else None
 
-        def before(*_: Any) -> None:
-            if torch.is_grad_enabled():
-                for optimizer in self.onebit_optimizers:
-                    optimizer.show_local()
+        def before(module: torch.nn.Module, *_: Any) -> None:
+            # another model stays as it is; of parameters that are in no model, no forward would tell that a loss uses them
+            if torch.is_grad_enabled() and (apart := [o for o in self.onebit_optimizers if o.mid_local]):
+                own = {id(p) for p in module.parameters()}
+                for optimizer in apart:
+                    if any(id(p) in own or p not in self._names for p in _parameters([optimizer])):
+                        optimizer.show_local()
             if buffers is not None:
                 buffers.before_forward()
 
@@ -310,19 +319,30 @@ class FabricMixin(_Base):
     # ----- training ---------------------------------------------------------------------------------------------------
 
     def backward(self, tensor: Tensor, module: torch.nn.Module | None, *args: Any, **kwargs: Any) -> None:
-        """Runs backward; afterwards gradients are averaged where the next step is dense."""
+        """Runs backward; afterwards gradients are averaged where the next step is dense.
+
+        With a module, only those of optimizers that train any of its parameters; for all others the backward is one that only
+        accumulates.
+        """
         if self._sync and self._settle_due:
             self._settle_due = False
             # by now `model, optimizer = fabric.setup(...)` has replaced those of the fold before
             if len(self._served) > 1:
                 self._settle()
-        concerned = [optimizer for optimizer in self.onebit_optimizers if optimizer.trains]
-        for optimizer in concerned:
-            optimizer.begin_backward(self._sync)
+        training = [optimizer for optimizer in self.onebit_optimizers if optimizer.trains]
+        concerned = training if self._sync else []
+        if module is not None:
+            own = {id(p) for p in module.parameters()}
+            concerned = [o for o in concerned if any(id(p) in own for p in _parameters([o]))]
+        for optimizer in training:
+            optimizer.begin_backward(optimizer in concerned)
         super().backward(tensor, module, *args, **kwargs)
-        if self._sync:
+        if module is not None:
+            # before the next model's: a rank that waits for these, in the midst of its backward, would not come to those
             for optimizer in concerned:
-                optimizer.sync_gradients()
+                optimizer.send_gradients()
+        for optimizer in concerned:
+            optimizer.sync_gradients()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Fabric's; afterwards the module shows the model that all ranks share (0/1 Adam between synchronisations)."""

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -329,6 +330,184 @@ def test_ranks_agree_which_of_several_optimizers_a_backward_concerns() -> None:
         assert found["sent"][0] == found["sent"][1] > 0
         assert found["alive"] == [4 * rank, 0]
         assert found["order"] == [True, True]
+
+
+# ----- several models at a time -----------------------------------------------------------------------------------------------------
+
+
+def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
+
+
+def two_models(fabric: Any, dense: bool = False, **options: Any) -> list[tuple[Any, Any, Any]]:
+    """Two modules, a bucket per tensor; of each the last layer may be a ``compress=False`` group."""
+    made = []
+    for _ in range(2):
+        module = net()
+        groups = [
+            {"params": list(module[0].parameters())},
+            {"params": list(module[2].parameters()), "compress": not dense},
+        ]
+        optimizer = fabric.strategy.optimizer(
+            groups, lr=1e-2, block_size=32, freeze_step=2, bucket_mb=32 * 4 / 2**20, **options
+        )
+        made.append((module, *fabric.setup(module, optimizer)))
+    return made
+
+
+# (model, micro-batch, whether it is the last before the step) in the order of their backwards; None: both step
+PROGRAMS: dict[str, list[tuple[int, int, bool] | int]] = {
+    "in turn": [(0, 0, True), 0, (1, 0, True), 1],
+    "accumulated": [(0, 0, False), (0, 1, True), 0, (1, 0, False), (1, 1, True), 1],
+    "backwards first": [(0, 0, False), (1, 0, False), (0, 1, True), (1, 1, True), 0, 1],
+}
+
+
+def run_program(made: list[tuple[Any, Any, Any]], fabric: Any, program: str, named: bool, through: bool) -> list[Any]:
+    """Trains for five steps; returns, of each backward with which gradients leave, which share of both models' buckets has left."""
+    sent: list[Any] = []
+    for step in range(5):
+        xs = batches(2, 2 * step)
+        for item in PROGRAMS[program]:
+            if isinstance(item, int):
+                made[item][2].step()
+                for _, _, optimizer in made if through else made[item : item + 1]:
+                    optimizer.zero_grad()
+                continue
+            number, batch, last = item
+            _, model, _ = made[number]
+            with fabric.no_backward_sync(model, enabled=not last):
+                loss = loss_of(model, xs[batch])
+                if through and number == 0:  # as a generator's: the other model gets gradients too
+                    loss = loss + made[1][1](torch.nn.functional.pad(model(xs[batch]), (0, 3))).square().mean()
+                fabric.backward(loss, **({"model": model} if named else {}))
+            if last and step > 2:
+                served = fabric.strategy.onebit_optimizers
+                sent.append([o._session and o._launched / len(o._early_buckets) for o in served])
+    return sent
+
+
+def overlapped(rank: int, world: int, program: str, named: bool, dense: bool, through: bool) -> dict[str, Any]:
+    os.environ["LOCAL_RANK"] = str(rank)
+    found: dict[str, Any] = {"apart": []}
+    trained = []
+    for overlap in ("step", "backward"):
+        fabric = launched("lightning.fabric", "onebit_adam")
+        made = two_models(fabric, dense=dense, overlap=overlap)
+        found["sent"] = run_program(made, fabric, program, named, through)
+        trained.append({f"{m}.{k}": v for m, (module, _, _) in enumerate(made) for k, v in weights(module).items()})
+        found["apart"] += same_on_all_ranks(trained[-1])
+        found["compressed"] = [optimizer.ledger.compressed_steps for _, _, optimizer in made]
+    found["different"] = differing(*trained)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("program", "named", "dense", "through"),
+    [
+        ("accumulated", False, False, False),
+        ("accumulated", True, True, False),
+        ("in turn", True, True, True),
+        ("backwards first", True, False, False),
+    ],
+)
+def test_gradients_of_several_models_leave_in_their_own_backward(
+    program: str, named: bool, dense: bool, through: bool
+) -> None:
+    """Bit for bit as with overlap="step"; a backward whose model is named arms no other."""
+    for found in run_ranks(overlapped, 2, program, named, dense, through):
+        assert found["apart"] == [] and found["different"] == []
+        assert found["compressed"] == [3, 3]
+        first, second = found["sent"][:2]
+        assert first == [1.0, None if named else 0.0]
+        assert second == [1.0 if program == "backwards first" else None if named else 0.0, 1.0]
+
+
+def uneven(rank: int, world: int) -> list[str]:
+    """Both backwards before both steps, where one rank has no gradients of the buckets that leave first."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    from lightning_onebit.fabric import OnebitStrategy
+
+    fabric = launched("lightning.fabric", OnebitStrategy(timeout=timedelta(seconds=15)))
+    made = two_models(fabric, overlap="backward")
+    for step in range(5):
+        (x,) = batches(1, step)
+        for module, model, _ in made:
+            short = rank == 1 and step > 2
+            fabric.backward(module[0](x).square().mean() if short else loss_of(model, x), model=model)
+        for _, _, optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+    return same_on_all_ranks(
+        {f"{m}.{k}": v for m, (module, _, _) in enumerate(made) for k, v in weights(module).items()}
+    )
+
+
+def test_a_rank_without_some_gradients_keeps_nobody_waiting_in_backward() -> None:
+    assert run_ranks(uneven, 2) == [[], []]
+
+
+def unnamed(rank: int, world: int, program: str, dense: bool) -> str:
+    os.environ["LOCAL_RANK"] = str(rank)
+    fabric = launched("lightning.fabric", "onebit_adam")
+    with pytest.raises(RuntimeError) as caught:
+        run_program(two_models(fabric, dense=dense, overlap="backward"), fabric, program, False, False)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("program", "dense"), [("in turn", True), ("backwards first", False)])
+def test_gradients_that_left_in_the_backward_of_an_unnamed_model_are_refused_with_the_remedy(
+    program: str, dense: bool
+) -> None:
+    for said in run_ranks(unnamed, 2, program, dense):
+        assert "step 3: overlap='backward' has sent the gradients of an earlier backward" in said
+        assert "fabric.backward(loss, model=model)" in said and "fabric.no_backward_sync(model)" in said
+
+
+def shown_beside(rank: int, world: int) -> dict[str, list[str]]:
+    """Which parameters differ between ranks, with two models and a parameter of no model between synchronisations of 0/1 Adam."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    fabric = launched("lightning.fabric", "zero_one_adam")
+    options = {"lr": 1e-2, "block_size": 32, "var_freeze_step": 3, "local_step_scaler": 2}
+    made = [
+        (module, *fabric.setup(module, fabric.strategy.optimizer(module.parameters(), **options)))
+        for module in (net(), net())
+    ]
+    scale = torch.nn.Parameter(torch.ones(8, 3))
+    scaling = fabric.setup_optimizers(fabric.strategy.optimizer([scale], **options))
+    for x in batches(9):
+        for _, model, optimizer in made:
+            fabric.backward((scale * model(x)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        scaling.step()
+        scaling.zero_grad()
+    assert all(optimizer.mid_local for optimizer in fabric.strategy.onebit_optimizers)
+
+    def apart() -> list[str]:
+        named = {"first": made[0][0][0].weight, "second": made[1][0][0].weight, "scale": scale}
+        return same_on_all_ranks({name: p.detach().clone() for name, p in named.items()})
+
+    (x,) = batches(1, 9)
+    found = {"stepped": apart()}
+    with torch.no_grad():
+        made[0][1](x)
+    found["evaluated"] = apart()
+    made[0][1](x)
+    found["forward of the first"] = apart()
+    made[1][1](x)
+    found["forward of both"] = apart()
+    return found
+
+
+def test_a_forward_shows_a_ranks_own_weights_of_no_other_model() -> None:
+    for found in run_ranks(shown_beside, 2):
+        assert found == {
+            "stepped": [],
+            "evaluated": [],
+            "forward of the first": ["first", "scale"],
+            "forward of both": ["first", "second", "scale"],
+        }
 
 
 def saved_within_a_step(rank: int, world: int, folder: str) -> list[bool]:

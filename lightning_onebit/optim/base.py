@@ -276,6 +276,9 @@ class OnebitOptimizer(StatefulOptimizer):
         self._prepare()
         self._present = self._verdict = None
         self._decision = self.next_step_is_dense
+        if not self._launched:
+            # armed for an earlier backward, of another model: gradients that only accumulate must not leave
+            self._session = None
         if sync and self._early and not self._decision:
             # dense groups are averaged after it: two kinds of collectives that gradients set off would come in an order of each rank's own
             self._open_session()
@@ -292,6 +295,15 @@ class OnebitOptimizer(StatefulOptimizer):
         """
         self._prepare()
         self._average_gradients()
+
+    @torch.no_grad()
+    def send_gradients(self) -> None:
+        """Sends what backward still owes to the exchange that it has begun (``overlap="backward"``); ``step()`` does it otherwise.
+
+        Call it on all ranks, after the last backward of a step. What never landed counts as zero.
+        """
+        if self._session is not None:
+            self._launch_rest(self._session)
 
     def _average_gradients(self) -> None:
         """See ``sync_gradients``; after ``_prepare()``."""
@@ -489,8 +501,9 @@ class OnebitOptimizer(StatefulOptimizer):
         if self._session is not None and self._launched:
             raise RuntimeError(
                 f"step {self._steps + 1}: overlap='backward' has sent the gradients of an earlier backward, and no step() came between. "
-                "Under manual optimization toggle the optimizer whose loss it is; add up the losses of one step, or let all "
-                "backwards but the last only accumulate (toggle_model(sync_grad=False)); or use overlap='step'"
+                "Of several models, say whose loss it is: toggle its optimizer under manual optimization, with Fabric call "
+                "fabric.backward(loss, model=model). Add up the losses of one step, or let all backwards but the last only accumulate "
+                "(toggle_model(sync_grad=False), fabric.no_backward_sync(model)); or use overlap='step'"
             )
         trains = [self._params[i].requires_grad for i in self._slots]
         hooked = {slot for slot, trained in enumerate(trains) if trained}
