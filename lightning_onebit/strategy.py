@@ -679,6 +679,10 @@ class OnebitMixin(_Base):
         if run is not None and run.dense is not None and sync:
             run.dense.begin()
         self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        if sync and self.lightning_module.automatic_optimization:
+            # no other backward comes before the step: whoever waits for these, in the midst of a backward, comes to what follows
+            for compressed in concerned:
+                compressed.send_gradients()
         if sync:
             for compressed in concerned:
                 compressed.sync_gradients()

@@ -407,6 +407,31 @@ def test_clipping_by_value_is_refused_where_gradients_have_been_sent() -> None:
         assert "clipping by value (to 0.1) has no effect with overlap='backward'" in message
 
 
+def collective_after_backward(rank: int, world: int) -> tuple[int, list[str]]:
+    pl = enter(rank)
+    strategy = strategy_class()(freeze_step=2, overlap="backward", block_size=32, bucket_mb=1 / 2**14)
+
+    def training_step(module: Any, batch: Any, index: int) -> Tensor:
+        # the last layer's gradients land first, and on rank 1 in some steps never
+        hidden = module.net[1](module.net[0](batch[0]))
+        out = hidden[:, :3] if rank == 1 and index == 3 else module.net[2](hidden)
+        return torch.nn.functional.cross_entropy(out, batch[1])
+
+    def on_after_backward(module: Any) -> None:
+        dist.all_reduce(torch.ones(1))
+
+    hooks = {"training_step": training_step, "on_after_backward": on_after_backward}
+    module = make_module(pl, lambda m: strategy.optimizer(m.parameters(), lr=1e-2), **hooks)
+    quiet_trainer(pl, strategy, max_epochs=2).fit(module, loader())
+    return module.optimizers().optimizer.ledger.compressed_steps, same_on_all_ranks(module.state_dict())
+
+
+def test_a_collective_between_backward_and_step_finds_every_rank_there() -> None:
+    """A rank that lacks gradients which leave first sends what it owes at the end of backward, in which another waits for it."""
+    for compressed, same in run_ranks(collective_after_backward, 2, timeout=60.0):
+        assert compressed == 6 and same == []
+
+
 def one_device(rank: int, world: int) -> dict[str, Any]:
     pl = enter(rank)
     states = []
