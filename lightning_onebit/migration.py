@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -137,7 +138,7 @@ def from_deepspeed_config(
 
     Args:
         config: the configuration, or the path of its JSON file.
-        world_size: number of ranks; needed only where accumulation has to be worked out of batch sizes.
+        world_size: number of ranks; needed only where accumulation has to be worked out of batch sizes, which are held against it.
         tree: ``"lightning"`` or ``"pytorch_lightning"``; None: the one you have imported.
 
     Returns:
@@ -145,7 +146,8 @@ def from_deepspeed_config(
 
     Raises:
         TypeError: not a mapping, or a section that should be one is not.
-        ValueError: another optimizer, a file that is no JSON, a value that no option accepts, or settings that exclude each other.
+        ValueError: another optimizer, a file that is no JSON, a value that no option accepts, settings that exclude each other, or
+            batch sizes that contradict each other.
 
     Example:
         >>> migration = from_deepspeed_config("ds_config.json", world_size=16)
@@ -312,6 +314,7 @@ class _Translation:
             elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
                 raise ValueError(f"{key}={value!r} must be a whole number, at least 1")
         whole, micro, steps = (None if value == "auto" else value for value in (whole, micro, steps))
+        self._check_batches(whole, micro, steps)
         if steps is None and whole is not None and micro is not None:
             steps = self._accumulation(whole, micro)
         elif steps is not None:
@@ -329,18 +332,28 @@ class _Translation:
                 "train_batch_size", f"{loader}: ranks * batch_size * accumulate_grad_batches is to be {whole}"
             )
 
+    def _check_batches(self, whole: int | None, micro: int | None, steps: int | None) -> None:
+        """Raises where no number of ranks, or not the one that is known, makes the sizes one batch, as DeepSpeed does."""
+        known = {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": steps,
+            "world_size": self.world_size,
+        }
+        factors = {name: value for name, value in known.items() if value is not None}
+        product = math.prod(factors.values())
+        if whole is None or whole == product or (whole % product == 0 and len(factors) < len(known)):
+            return
+        said = " times ".join(f"{name}={value}" for name, value in factors.items())
+        relation = "is not" if len(factors) == len(known) else "is no multiple of"
+        raise ValueError(f"train_batch_size={whole} {relation} {said}; change one of them")
+
     def _accumulation(self, whole: int, micro: int) -> int | None:
         if self.world_size is None:
             self.unhonoured["train_batch_size"] = (
                 "accumulate_grad_batches follows from it and the number of ranks: call from_deepspeed_config(..., world_size=...)"
             )
             return None
-        steps, rest = divmod(whole, micro * self.world_size)
-        if rest or not steps:
-            raise ValueError(
-                f"train_batch_size={whole} is no multiple of train_micro_batch_size_per_gpu={micro} times world_size={self.world_size}; "
-                "change one of them"
-            )
+        steps = whole // (micro * self.world_size)
         self.honoured["train_batch_size"] = f"accumulate_grad_batches={steps} on {self.world_size} ranks"
         return steps
 

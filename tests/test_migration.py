@@ -239,6 +239,42 @@ def test_what_makes_no_sense_is_refused(config: Any, error: type, words: str) ->
         ob.from_deepspeed_config(config, world_size=4)
 
 
+@pytest.mark.parametrize(
+    ("whole", "micro", "steps", "world_size", "words"),
+    [
+        (256, 8, 2, 8, "is not train_micro_batch_size_per_gpu=8 times gradient_accumulation_steps=2 times world_size=8"),
+        (64, 8, 2, 8, "is not train_micro_batch_size_per_gpu=8 times gradient_accumulation_steps=2 times world_size=8"),
+        (100, 8, 2, None, "is no multiple of train_micro_batch_size_per_gpu=8 times gradient_accumulation_steps=2"),
+        (8, 8, 2, None, "is no multiple of train_micro_batch_size_per_gpu=8 times gradient_accumulation_steps=2"),
+        (100, 16, None, None, "is no multiple of train_micro_batch_size_per_gpu=16"),
+        (100, 16, "auto", None, "is no multiple of train_micro_batch_size_per_gpu=16"),
+        (10, None, 3, None, "is no multiple of gradient_accumulation_steps=3"),
+        (12, None, 3, 8, "is no multiple of gradient_accumulation_steps=3 times world_size=8"),
+        (10, None, None, 4, "is no multiple of world_size=4"),
+        (128, 8, 2, 8, None),
+        (96, 8, 2, None, None),
+        (512, 4, None, None, None),
+        (24, None, 3, 8, None),
+        (None, 8, 2, 3, None),
+    ],
+)  # fmt: skip
+def test_batch_sizes_that_contradict_each_other_are_refused(
+    whole: int | None, micro: int | None, steps: Any, world_size: int | None, words: str | None
+) -> None:
+    """DeepSpeed asserts train_batch_size = micro * accumulation * ranks; without the ranks some number of them must do."""
+    sizes = {
+        "train_batch_size": whole,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": steps,
+    }
+    config = {"optimizer": {"type": "OneBitAdam"}, **{key: size for key, size in sizes.items() if size is not None}}
+    if words is None:
+        accounted(ob.from_deepspeed_config(config, world_size=world_size), config)
+        return
+    with pytest.raises(ValueError, match=f"train_batch_size={whole} {words}; change one of them"):
+        ob.from_deepspeed_config(config, world_size=world_size)
+
+
 def test_files_are_read_and_their_faults_named(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(BERT))
