@@ -117,7 +117,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--warmup",
         type=_number(0, 1),
         default=Job.warmup,
-        help="share of dense steps (%(default)s); 0/1 Adam: until the freeze",
+        help="share of dense steps, one at least (%(default)s); 0/1 Adam: until the freeze",
     )
     model.add_argument(
         "--refresh-interval",

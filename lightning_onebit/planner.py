@@ -144,7 +144,7 @@ class Job:
         params: parameters, in all or of every tensor.
         compute: seconds of a step that exchanges nothing: forward, backward and a dense optimizer step.
         steps: real steps of the run.
-        warmup: share of dense steps of 1-bit Adam and 1-bit LAMB, of steps up to the variance freeze for 0/1 Adam.
+        warmup: share of dense steps of 1-bit Adam and 1-bit LAMB, of steps up to the variance freeze for 0/1 Adam; one step at least.
         refresh_interval: all but BinSGDM: steps between two refreshes of the frozen variance; None: there are none (those that
             begin by themselves depend on the gradients and cannot be counted).
         refresh_steps: dense steps of such a refresh; None: 4.
@@ -520,7 +520,8 @@ def _rounds(job: Job, name: str) -> dict[str, float]:
     """Dense, one-bit and silent steps of the run."""
     if name == "binsgdm":  # bitmaps of live coordinates are merged at t = 1, 2, 4, ...: exchanges like any other
         return {"dense": 0.0, "one_bit": job.steps + float(job.steps.bit_length()), "silent": 0.0}
-    dense = round(job.warmup * job.steps)
+    # all others learn their variance in a dense step at least, however small the share
+    dense = max(1, round(job.warmup * job.steps))
     span = job.refresh_steps or REFRESH_STEPS
     if name in ("onebit_adam", "onebit_lamb") and job.refresh_interval is not None:
         whole, rest = divmod(job.steps - dense, job.refresh_interval + span)

@@ -105,6 +105,15 @@ def test_plan_counts_the_dense_rounds_of_the_options_given(capsys: pytest.Captur
     assert share("--var-update-scaler", "4") < share()
 
 
+@pytest.mark.parametrize("more", [["--steps", "1"], ["--steps", "2"], ["--warmup", "0", "--steps", "10"]])
+def test_plan_knows_no_run_without_a_dense_step(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([*PLAN, *more, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    shares = {row["name"]: row["dense_share"] for row in facts["predictions"]}
+    one = 1 / facts["job"]["steps"]
+    assert shares["onebit_adam"] == shares["onebit_lamb"] == shares["zero_one_adam"] == one and shares["binsgdm"] == 0
+
+
 def test_json_goes_into_a_file_besides_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*PLAN, "--json", str(tmp_path / "plan.json")]) == 0
     assert "should make the run" in capsys.readouterr().out

@@ -259,6 +259,24 @@ def test_refreshes_of_0_1_adam_are_counted_as_the_optimizer_makes_them(interval:
     assert predict(NETWORK, job, "zero_one_adam").dense_share == counts["dense"] / 60
 
 
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("warmup", [0.0, 0.01, 0.2, 0.3, 1.0])
+@pytest.mark.parametrize("algorithm", list(CLASSES))
+def test_short_runs_are_counted_as_the_optimizers_make_them(algorithm: str, warmup: float, steps: int) -> None:
+    """Whatever the share rounds to, the first step of a run with a warm-up is dense: there is no freeze_step of 0."""
+    name = {"zero_one_adam": "var_freeze_step", "binsgdm": None}.get(algorithm, "freeze_step")
+    p = torch.nn.Parameter(torch.zeros(40))
+    optimizer = CLASSES[algorithm](
+        [p], force_compression=True, block_size=32, **({name: max(1, round(warmup * steps))} if name else {})
+    )
+    for _ in range(steps):
+        p.grad = torch.ones(40)
+        optimizer.step()
+    found = predict(NETWORK, replace(BERT, steps=steps, warmup=warmup), algorithm)
+    assert found.dense_share == optimizer.ledger.dense_steps / steps
+    assert (found.dense_share >= 1 / steps) is (algorithm != "binsgdm")
+
+
 def test_dense_rounds_of_a_rising_lr_are_counted_as_training_makes_them() -> None:
     """Of 8 steps 1, 2, 3, 5 and 7 are dense, or 1 to 6 and 8 where lr rises until the 5th."""
     optimizer = ZeroOneAdam([torch.nn.Parameter(torch.ones(2))], var_update_scaler=2)
