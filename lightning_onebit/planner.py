@@ -421,12 +421,18 @@ def _predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pre
     step = (rounds["one_bit"] * one_bit + rounds["silent"] * silent) / later if later else dense
     share = rounds["dense"] / (later + rounds["dense"])
     spoken = rounds["one_bit"] / later if later else 0.0
+    mean = share * dense + (1 - share) * step
+    if (
+        name == "binsgdm"
+    ):  # bitmaps of live coordinates are merged at t = 1, 2, 4, ..., beside the exchanges of these steps
+        merge, _ = _exchange(cluster, job, name, layout == "hierarchical", merges=True)
+        mean += int(job.steps).bit_length() / job.steps * merge
     return Prediction(
         name,
         layout,
         dense,
         step,
-        share * dense + (1 - share) * step,
+        mean,
         step - job.compute if later else dense - job.compute,
         spoken * node_bytes if later else dense_bytes,
         share,
@@ -461,13 +467,16 @@ def _buckets(cluster: Cluster, job: Job) -> list[tuple[int, int]]:
 
 
 def _collectives(
-    cluster: Cluster, job: Job, name: str, hierarchical: bool, blocks: Iterable[int]
+    cluster: Cluster, job: Job, name: str, hierarchical: bool, blocks: Iterable[int], merges: bool = False
 ) -> Iterator[Collective]:
-    """The collectives of buckets of so many blocks."""
+    """The collectives of buckets of so many blocks; ``merges``: of bitmaps, which nodes do not average and no server votes on."""
     share = cluster.gpus_per_node if hierarchical else 1
-    votes = (cluster.gpus // share).bit_length() if name == "binsgdm" and job.server == "mean" else 1
+    votes = (cluster.gpus // share).bit_length() if name == "binsgdm" and job.server == "mean" and not merges else 1
     return exchange_collectives(
-        blocks, job.block_size, cluster.gpus, share, has_scales=name != "binsgdm", reply_planes=votes
+        *(blocks, job.block_size, cluster.gpus, share),
+        has_scales=name != "binsgdm",
+        node_average=not merges,
+        reply_planes=votes,
     )
 
 
@@ -484,11 +493,11 @@ def exchange_of(cluster: Cluster, job: Job, name: str, hierarchical: bool = Fals
     return list(_collectives(cluster, job, name, hierarchical, blocks))
 
 
-def _exchange(cluster: Cluster, job: Job, name: str, hierarchical: bool) -> tuple[float, float]:
+def _exchange(cluster: Cluster, job: Job, name: str, hierarchical: bool, merges: bool = False) -> tuple[float, float]:
     """Seconds on the wire of one exchange (collectives one after another), and bytes through a node's card."""
     seconds = sent = 0.0
     for blocks, times in _buckets(cluster, job):
-        for one in _collectives(cluster, job, name, hierarchical, [blocks]):
+        for one in _collectives(cluster, job, name, hierarchical, [blocks], merges):
             seconds += times * cluster.collective(one)
             sent += times * _card_bytes(cluster, one)
     return seconds, sent
@@ -518,8 +527,8 @@ def _packed_bytes(cluster: Cluster, job: Job) -> float:
 
 def _rounds(job: Job, name: str) -> dict[str, float]:
     """Dense, one-bit and silent steps of the run."""
-    if name == "binsgdm":  # bitmaps of live coordinates are merged at t = 1, 2, 4, ...: exchanges like any other
-        return {"dense": 0.0, "one_bit": job.steps + float(job.steps.bit_length()), "silent": 0.0}
+    if name == "binsgdm":
+        return {"dense": 0.0, "one_bit": float(job.steps), "silent": 0.0}
     # all others learn their variance in a dense step at least, however small the share
     dense = max(1, round(job.warmup * job.steps))
     span = job.refresh_steps or REFRESH_STEPS
