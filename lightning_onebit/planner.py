@@ -681,6 +681,9 @@ def _reason(report: ForecastReport) -> str:
             f"{dense.title} averaging hides behind backward: only {format_seconds(exposed)} of a step of "
             f"{format_seconds(dense.step_seconds)} is spent waiting for it"
         )
+    if best.dense_share == 1:
+        run = f"{job.steps:,} step{'s' * (job.steps > 1)}"
+        return f"the dense warm-up is the whole run ({run}) and no step is compressed; shorten it or train longer"
     after = dense.step_seconds / best.step_seconds
     if after >= WORTH and best.dense_share > 0:
         return (

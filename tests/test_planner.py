@@ -399,13 +399,19 @@ def test_a_slow_network_is_said_to_be_helped_and_by_how_much() -> None:
         ({"gpus": 1, "gpus_per_node": 1}, {}, "there is one GPU"),
         ({"bandwidth": 4e11}, {"compute": 2.0}, "hides behind backward"),
         ({}, {"warmup": 0.97}, "the dense warm-up of 97% takes the gain back"),
+        ({}, {"warmup": 1.0}, "the dense warm-up is the whole run (100,000 steps) and no step is compressed"),
+        (
+            {},
+            {"steps": 1},
+            "the dense warm-up is the whole run (1 step) and no step is compressed; shorten it or train",
+        ),
         (
             {"gpus": 4, "gpus_per_node": 1, "bandwidth": 2e10, "latency": 5e-3},
             {"params": 300_000, "compute": 1e-3, "warmup": 0.0},
             "the exchange itself takes too long",
         ),
     ],
-    ids=["one GPU", "hidden", "warm-up", "latency"],
+    ids=["one GPU", "hidden", "warm-up", "all warm-up", "one step", "latency"],
 )
 def test_where_it_cannot_help_the_sentence_says_why(cluster: dict[str, Any], job: dict[str, Any], reason: str) -> None:
     report = plan(replace(NETWORK, **cluster), replace(BERT, **job), ["onebit_adam"])
