@@ -239,33 +239,64 @@ def test_batches_whose_step_was_skipped_are_no_blow_up(said: _Said) -> None:
         said.warnings.clear()
 
 
-def test_a_resumed_guard_looks_when_it_would_have_looked(said: _Said) -> None:
-    """Also where the checkpoint cuts a window; of one that is cut to less than half no loss is judged."""
+def _saved(callback: Any, trainer: Any) -> Any:
+    """What a checkpoint holds of a callback, written and read as Lightning does."""
+    callback.state_key = "one"
+    checkpoint = {"callbacks": {"one": callback.state_dict()}}
+    if hasattr(callback, "on_save_checkpoint"):
+        callback.on_save_checkpoint(trainer, FakeModule(), checkpoint)
+    file = io.BytesIO()
+    torch.save(checkpoint, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["callbacks"]["one"]
+
+
+def _resumed(callbacks: list[Any], states: list[Any], optimizer: Any, batches: int) -> tuple[Any, Any]:
+    resumed = onebit_adam(force_compression=optimizer.options.force_compression)
+    resumed.load_state_dict(optimizer.state_dict())
+    for callback, state in zip(callbacks, states, strict=True):
+        callback.load_state_dict(state)
+    trainer = FakeTrainer([resumed], planned=1000)
+    trainer.fit_loop.epoch_loop._batches_that_stepped = batches
+    return resumed, trainer
+
+
+def test_a_resumed_guard_looks_when_it_would_have_looked_and_at_what(said: _Said) -> None:
+    """Also where the checkpoint cuts a window; of one that an earlier release has cut to less than half no loss is judged."""
     looks: list[list[int]] = []
-    for cut in (None, 22, 24, 28):
-        optimizer, at = onebit_adam(), []
-        callbacks: list[Any] = [
-            VarianceFreezeMixin(step=3),
-            DivergenceGuardMixin(10, residual_limit=None, dense_steps=4),
-        ]
-        losses = [1.0] * 20 + [9.0] * 20
+    losses = [1.0] * 20 + [1.0, 9.0] * 10
+    for cut, old in ((None, False), (22, False), (25, False), (28, False), (24, True), (28, True)):
+        optimizer = onebit_adam()
+
+        def make() -> list[Any]:
+            return [VarianceFreezeMixin(step=3), DivergenceGuardMixin(10, residual_limit=None, dense_steps=4)]
+
+        callbacks = make()
         trainer, _ = _run(callbacks, optimizer, losses[:cut])
         if cut is not None:
-            states = [callback.state_dict() for callback in callbacks]
-            resumed = onebit_adam()
-            resumed.load_state_dict(optimizer.state_dict())
-            callbacks = [VarianceFreezeMixin(step=3), DivergenceGuardMixin(10, residual_limit=None, dense_steps=4)]
-            for callback, state in zip(callbacks, states, strict=True):
-                callback.load_state_dict(state)
-            trainer = FakeTrainer([resumed], planned=1000)
-            trainer.fit_loop.epoch_loop._batches_that_stepped = cut
+            states = [_saved(callback, trainer) for callback in callbacks]
+            if old:
+                del states[1]["window"]
+            callbacks = make()
+            resumed, trainer = _resumed(callbacks, states, optimizer, cut)
             _run(callbacks, resumed, losses[cut:], trainer, first=cut)
-        at = [int(line.split("after step ")[1].split()[0]) for line in said.warnings]
-        looks.append(at)
+        looks.append([int(line.split("after step ")[1].split()[0]) for line in said.warnings])
+        assert all("the last 10 batches is 5, the best" in line for line in said.warnings) or old
         said.warnings.clear()
     # (the second fallback comes a full window after the first, whose dense steps are not judged)
-    assert looks[0] == looks[1] == looks[2] == [30]
-    assert looks[3] == [40]
+    assert looks[:5] == [[30]] * 5
+    assert looks[5] == [40]
+
+
+def test_a_window_saved_by_other_ranks_goes_on_with_its_mean(said: _Said) -> None:
+    """And with nothing where the run that resumes does not look at losses."""
+    state = {"best_loss": 2.0, "fallbacks": 0, "refreeze_at": {}, "batches": 3, "compressed": 0}
+    state["window"] = [[6.0, 3.0, 0.0, 0.0], [3.0, 3.0, 0.0, 0.0]]
+    for options, best in (({}, 1.1), ({"loss_factor": None}, 2.0)):
+        callback = DivergenceGuardMixin(5, **options)  # type: ignore[arg-type]
+        callback.load_state_dict(state)
+        _run([callback], onebit_adam(), [0.5, 0.5])
+        assert callback.best_loss == pytest.approx(best)
 
 
 def test_the_loss_must_be_there_if_it_is_to_be_looked_at(said: _Said) -> None:
@@ -307,6 +338,64 @@ def test_all_ranks_fall_back_together_though_only_one_sees_the_blow_up() -> None
     assert first[0] == second[0] == ["warmup"] * 4 + ["compressed"] * 10 + ["warmup"] * 4 + ["compressed"] * 7
     assert "is 2, the best was 1" in first[1][0]
     assert all(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))
+
+
+class _Looking(DivergenceGuardMixin):
+    """Writes down what each look sees."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[Any] = []
+
+    def _compare_notes(self, *args: Any) -> Any:
+        self.seen.append((self._batches, self._compressed, super()._compare_notes(*args)))
+        return self.seen[-1][-1]
+
+
+def _cut_windows(rank: int, world: int) -> dict[str, Any]:
+    """40 batches, two per step, whose losses differ by rank; checkpoints cut windows, and steps too."""
+    _Said()
+    losses = torch.rand(40, generator=torch.Generator().manual_seed(rank)).tolist()
+
+    def train(callbacks: list[Any], optimizer: Any, trainer: Any, first: int, last: int) -> None:
+        trainer.callbacks = callbacks
+        for callback in callbacks:
+            trainer.start(callback, FakeModule())
+        for batch in range(first, last):
+            torch.manual_seed(1000 * rank + batch)
+            if batch % 2:
+                trainer.step(math.nan if batch == 23 else 1.0)
+            callbacks[1].on_train_batch_end(trainer, FakeModule(), torch.tensor(losses[batch]), None, batch)
+
+    def make() -> list[Any]:
+        return [VarianceFreezeMixin(step=3), _Looking(10, loss_factor=1.2, residual_limit=None, timeout=30)]
+
+    found: dict[str, Any] = {}
+    for cut in (40, 12, 17, 22, 23, 25, 28, 39):
+        torch.manual_seed(0)
+        optimizer, callbacks = onebit_adam(force_compression=False), make()
+        trainer = FakeTrainer([optimizer], planned=1000)
+        train(callbacks, optimizer, trainer, 0, cut)
+        if cut == 28:  # saved when training has ended
+            callbacks[1].on_train_end(trainer, FakeModule())
+            callbacks[1].teardown(trainer, FakeModule(), "fit")
+        seen = callbacks[1].seen
+        states = [_saved(callback, trainer) for callback in callbacks]
+        if cut < 40:
+            callbacks = make()
+            resumed, trainer = _resumed(callbacks, states, optimizer, cut // 2)
+            train(callbacks, resumed, trainer, cut, 40)
+            seen = seen + callbacks[1].seen
+        found[str(cut)] = (seen, callbacks[1].best_loss, callbacks[1].fallbacks)
+    return found
+
+
+def test_a_guard_that_resumes_within_a_window_sees_bit_for_bit_what_it_would_have_seen() -> None:
+    """Losses differ by rank, and so does what each has seen of a window: all of it is in the checkpoint."""
+    first, second = run_ranks(_cut_windows, 2, timeout=120)
+    assert first == second and [look[0] for look in first["40"][0]] == [10, 20, 30, 40]
+    for cut, found in first.items():
+        assert found == first["40"], f"saved after batch {cut}"
 
 
 @pytest.mark.parametrize(

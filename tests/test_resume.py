@@ -224,6 +224,32 @@ def test_epochs_that_end_within_an_accumulation_window_and_the_history_of_the_fr
             assert found[f"{algorithm} ledger"]["compressed_steps"] > 1
 
 
+def guarded_rank(rank: int, world: int, folder: str) -> dict[int, Any]:
+    """Windows of five batches of which a checkpoint cuts one; what every look sees is written down."""
+    pl = enter(rank)
+
+    def fitted(place: str | None, **kwargs: Any) -> tuple[list[Any], float, dict[str, Any]]:
+        guard, seen = ob.callbacks.DivergenceGuard(5, timeout=30), []
+        compare = guard._compare_notes
+        guard._compare_notes = lambda *args: seen.append(compare(*args)) or seen[-1]
+        callbacks = [ob.callbacks.VarianceFreeze(step=2), guard]
+        result = fit(pl, "onebit_adam", place, options={}, callbacks=callbacks, max_steps=15, **kwargs)
+        return seen, guard.best_loss, result["state"]
+
+    seen, best, state = fitted(folder)
+    found = {}
+    for cut in (6, 8, 9, 14):
+        later, found_best, found_state = fitted(None, seed=9, ckpt_path=f"{folder}/step={cut}.ckpt")
+        found[cut] = (later == seen[cut // 5 :], len(later), found_best == best, differences(state, found_state))
+    return found
+
+
+@resumes_within_epochs
+def test_the_guard_sees_after_a_resume_what_it_would_have_seen(tmp_path: Path) -> None:
+    for found in run_ranks(guarded_rank, 2, str(tmp_path), timeout=150):
+        assert found == {cut: (True, 3 - cut // 5, True, []) for cut in (6, 8, 9, 14)}
+
+
 # ----- files --------------------------------------------------------------------------------------------------------------------
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -23,6 +24,18 @@ from lightning_onebit.optim import OnebitAdam, OnebitLamb, Phase
 
 DEFAULT_LOSS_FACTOR = 1.5
 DEFAULT_RESIDUAL_LIMIT = 10.0
+
+
+@dataclass
+class _Losses:
+    """A sum that goes on from a saved one to the same bits; a tensor is added on its device, which nobody waits for."""
+
+    total: torch.Tensor | float = 0.0
+    count: float = 0
+
+    def add(self, total: torch.Tensor | float, count: float) -> None:
+        self.total = self.total + total
+        self.count += count
 
 
 class DivergenceGuardMixin:
@@ -50,7 +63,7 @@ class DivergenceGuardMixin:
         ValueError: an option is out of range, or nothing is looked at.
         MisconfigurationException: (when fitting starts) an optimizer of another algorithm, or with its own
             ``freeze_step``; (at the first batch) ``training_step`` returns no loss although ``loss_factor`` is set.
-        CollectiveTimeout: (while training) a rank did not take part in time.
+        CollectiveTimeout: (while training, and where a checkpoint is saved) a rank did not take part in time.
 
     Example:
         >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(fraction=0.15), DivergenceGuard()])
@@ -94,11 +107,14 @@ class DivergenceGuardMixin:
         self.best_loss = math.inf
         self._refreeze_at: dict[int, int] = {}
         # losses since the last look, and those of batches that no step has followed yet; what the optimizers had counted then
-        self._losses: list[torch.Tensor] = []
-        self._pending: list[torch.Tensor] = []
+        self._losses = _Losses()
+        self._pending = _Losses()
         self._counted = (0, 0)
+        # both of every rank, as last told or loaded; None: not since the last batch
+        self._told: list[list[float]] | None = None
         self._batches = 0
         self._compressed = 0
+        self._compressing: dict[int, bool] = {}  # whether each optimizer's last step was compressed
         self._resumed = False
         self._transport: Transport | None = None
 
@@ -129,18 +145,23 @@ class DivergenceGuardMixin:
         """Connects the ranks."""
         bound = timedelta(seconds=self.timeout)
         self._transport = Transport(Topology.create(), ByteLedger(), bound, name="DivergenceGuard")
-        self._losses, self._pending = [], []
+        self._losses, self._pending = self._restored()
         self._counted = _counts(trainer.strategy.onebit_optimizers)
         if not self._resumed:
             self._batches = self._compressed = 0
+            self._compressing = {}
         self._resumed = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Collects the loss, looks when it is time, and ends a fallback."""
         optimizers = trainer.strategy.onebit_optimizers
+        self._told = None
         self._batches += 1
-        compressed = any(o.ledger.last is not None and not o.ledger.last.dense for o in optimizers)
-        self._compressed = self._compressed + 1 if compressed else 0
+        for index, optimizer in enumerate(optimizers):
+            # ledgers do not know of steps before a resume, after which no step may follow for batches
+            if optimizer.ledger.last is not None:
+                self._compressing[index] = not optimizer.ledger.last.dense
+        self._compressed = self._compressed + 1 if any(self._compressing.values()) else 0
         if self.loss_factor is not None:
             self._collect(_loss_of(outputs, trainer), optimizers)
         self._end_fallbacks(optimizers)
@@ -156,23 +177,36 @@ class DivergenceGuardMixin:
 
     def _collect(self, loss: torch.Tensor, optimizers: Any) -> None:
         """Keeps the losses of batches whose step has been made; a step that all ranks skip does no harm, whatever its loss."""
-        self._pending.append(loss)
+        self._pending.add(loss.double(), 1)
         steps, skipped = _counts(optimizers)
         if (steps, skipped) != self._counted:
             if skipped == self._counted[1]:
-                self._losses += self._pending
-            self._pending = []
+                self._losses.add(self._pending.total, self._pending.count)
+            self._pending = _Losses()
         self._counted = steps, skipped
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Adds the losses of a window that the checkpoint cuts, of every rank. Collective, as saving is."""
+        if self._transport is not None:
+            self._told = self._tell(trainer, pl_module)
+        mine = checkpoint.get("callbacks", {}).get(getattr(self, "state_key", None))  # Lightning's Callback has it
+        if mine is not None and self._told is not None:
+            mine["window"] = self._told
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Keeps the losses of every rank for a checkpoint that is saved when the ranks are no longer connected."""
+        self._told = self._tell(trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Lets go of the process group."""
         self._transport = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Best loss, fallbacks so far, the steps at which running fallbacks end, and when it looks next: plain numbers.
+        """Best loss, fallbacks so far, the steps at which running fallbacks end, when it looks next and what steps were: plain numbers.
 
-        The losses of a window that a checkpoint cuts differ by rank and are not in it: the first look after resuming takes the mean of
-        those since then, and leaves losses alone if these are fewer than half a window's.
+        The losses of a window that a checkpoint cuts differ by rank; ``on_save_checkpoint`` adds them. Without them (checkpoints of
+        earlier releases) the first look after resuming takes the mean of the losses since then, and leaves losses alone if these
+        are fewer than half a window's.
         """
         return {
             "best_loss": self.best_loss,
@@ -180,6 +214,7 @@ class DivergenceGuardMixin:
             "refreeze_at": dict(self._refreeze_at),
             "batches": self._batches,
             "compressed": self._compressed,
+            "compressing": dict(self._compressing),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -190,24 +225,47 @@ class DivergenceGuardMixin:
         # states of earlier releases do not say when it looked last
         self._resumed = "batches" in state_dict
         self._batches, self._compressed = state_dict.get("batches", 0), state_dict.get("compressed", 0)
+        self._compressing = dict(state_dict.get("compressing", {0: self._compressed > 0}))
+        self._told = state_dict.get("window")
+
+    def _tell(self, trainer: Any, pl_module: Any) -> list[list[float]] | None:
+        """Sum and number of the losses since the last look, and of those that no step has followed yet: a row per rank."""
+        if self.loss_factor is None:
+            return None
+        mine = [float(self._losses.total), self._losses.count, float(self._pending.total), self._pending.count]
+        rows: list[list[float]] = self._gather(trainer, pl_module, mine, "losses of a window").tolist()
+        return rows
+
+    def _restored(self) -> tuple[_Losses, _Losses]:
+        """This rank's part of the window that the checkpoint has cut; on another number of ranks the mean of all parts."""
+        assert self._transport is not None
+        told, self._told = self._told, None
+        if not self._resumed or told is None or self.loss_factor is None:
+            return _Losses(), _Losses()
+        size, rank = self._transport.size, self._transport.topology.rank
+        mine = told[rank] if len(told) == size else [sum(column) / len(told) for column in zip(*told, strict=True)]
+        return _Losses(mine[0], mine[1]), _Losses(mine[2], mine[3])
+
+    def _gather(self, trainer: Any, pl_module: Any, mine: list[float], what: str) -> torch.Tensor:
+        """A row of every rank, on the host."""
+        assert self._transport is not None
+        device = self._transport.device(pl_module.device)
+        row = torch.tensor(mine, dtype=torch.float64, device=device)
+        rows = torch.empty((self._transport.size, len(mine)), dtype=torch.float64, device=device)
+        self._transport.step = trainer.global_step
+        self._transport.all_gather(rows, row, self._transport.topology.group, what=what, link=None).wait()
+        return rows.cpu()
 
     def _compare_notes(self, trainer: Any, pl_module: Any, optimizers: Any) -> tuple[float | None, float]:
         """Mean loss since the last look over all ranks (None: of too few batches), and the largest residual ratio of any rank."""
         assert self._transport is not None
-        total = float(torch.stack(self._losses).double().sum()) if self._losses else 0.0
-        count, self._losses = len(self._losses), []
+        losses, self._losses = self._losses, _Losses()
         residual = 0.0
         if self.residual_limit is not None:
             ratios = [o.residual_ratio() for o in optimizers if o.phase is Phase.COMPRESSED]
             # max() would pass over a nan.
             residual = math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios, default=0.0)
-        device = self._transport.device(pl_module.device)
-        mine = torch.tensor([total, count, residual], dtype=torch.float64, device=device)
-        rows = torch.empty((self._transport.size, 3), dtype=torch.float64, device=device)
-        self._transport.step = trainer.global_step
-        group = self._transport.topology.group
-        self._transport.all_gather(rows, mine, group, what="losses and residuals", link=None).wait()
-        sums = rows.cpu()
+        sums = self._gather(trainer, pl_module, [float(losses.total), losses.count, residual], "losses and residuals")
         batches = float(sums[:, 1].sum())
         few = 2 * batches < self.every_n_steps * self._transport.size
         return None if few else float(sums[:, 0].sum()) / batches, float(sums[:, 2].max())
