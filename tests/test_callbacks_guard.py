@@ -183,6 +183,22 @@ def test_after_the_last_fallback_the_run_stays_dense(said: _Said) -> None:
     assert set(phases[-20:]) == {"warmup"}
 
 
+def test_after_the_last_fallback_an_optimizer_that_was_in_one_stays_dense_too(said: _Said) -> None:
+    """The second blow-up is that of the optimizer whose variance forgets sooner, while the other still learns."""
+    slow, quick = onebit_adam(betas=(0.9, 0.99)), onebit_adam(betas=(0.9, 0.9))
+    trainer = FakeTrainer([slow, quick], planned=1000)
+    callbacks: list[Any] = [VarianceFreezeMixin(step=5), DivergenceGuardMixin(5, residual_limit=None, max_fallbacks=2)]
+    for callback in callbacks:
+        trainer.start(callback, FakeModule())
+    for batch in range(130):
+        trainer.step()
+        loss = torch.tensor(1.0 if batch < 5 else 9.0)
+        callbacks[1].on_train_batch_end(trainer, FakeModule(), loss, None, batch)
+    assert len(said.warnings) == 2 and "Fallback 2 of 2" in said.warnings[1] and "rest of the run" in said.warnings[1]
+    assert slow.phase is quick.phase is Phase.WARMUP
+    assert (slow.ledger.compressed_steps, quick.ledger.compressed_steps) == (5, 10)
+
+
 def test_a_fallback_lasts_as_long_as_the_memory_of_the_variance_by_default(said: _Said) -> None:
     optimizer = onebit_adam(betas=(0.9, 0.9))
     _, phases = _run(

@@ -282,6 +282,8 @@ class DivergenceGuardMixin:
     def _fall_back(self, optimizers: Any, reason: str, step: int) -> None:
         self.fallbacks += 1
         last = self.fallbacks >= self.max_fallbacks
+        if last:  # of another optimizer, whose memory is longer
+            self._refreeze_at.clear()
         for index, optimizer in enumerate(optimizers):
             if optimizer.phase is not Phase.COMPRESSED:
                 continue
