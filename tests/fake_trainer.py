@@ -31,6 +31,7 @@ class FakeTrainer:
         self.optimizers = optimizers
         self.lightning_module = SimpleNamespace(automatic_optimization=True)
         self.world_size = 2
+        self.accumulate_grad_batches = 1
         self.progress_bar_callback: Any = None
         self.log_dir: str | None = None
         self.loggers: list[Any] = []

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fake_trainer import FakeModule, FakeTrainer, onebit_adam
 from harness import run_ranks
+from lightning_support import enter, loader, make_module, onebit, quiet_trainer, strategy_class
 
 import lightning_onebit.callbacks.freeze as freeze
 import lightning_onebit.callbacks.guard as guard
@@ -313,6 +315,51 @@ def test_a_window_saved_by_other_ranks_goes_on_with_its_mean(said: _Said) -> Non
         callback.load_state_dict(state)
         _run([callback], onebit_adam(), [0.5, 0.5])
         assert callback.best_loss == pytest.approx(best)
+
+
+def _scheduled_accumulation(rank: int, world: int, folder: str) -> tuple[float, int, list[float]]:
+    """A loss of 3 in every batch; four of them per step at first, then one."""
+    pl = enter(rank)
+    import lightning_onebit as ob
+
+    def training_step(module: Any, batch: Any, _: int) -> torch.Tensor:
+        return 0.0 * module.net(batch[0]).sum() + 3.0
+
+    watch = ob.callbacks.DivergenceGuard(4, timeout=30)
+    stats = ob.callbacks.CompressionStats(figure=f"{folder}/figure.png", summary=False)
+    schedule = pl.callbacks.GradientAccumulationScheduler({0: 4, 2: 1})
+    module = make_module(pl, onebit(None), training_step=training_step)
+    trainer = quiet_trainer(
+        pl,
+        strategy_class()(),
+        max_epochs=4,
+        log_every_n_steps=1,
+        callbacks=[schedule, ob.callbacks.VarianceFreeze(step=1), watch, stats],
+    )
+    trainer.fit(module, loader(64, 4))
+    return watch.best_loss, watch.fallbacks, [row[-1] for row in stats._watches[0].history]
+
+
+def test_the_loss_is_that_of_training_step_whatever_the_accumulation(tmp_path: Path) -> None:
+    """Lightning hands it on divided by the factor: where a schedule lowers that, every loss seemed to blow up."""
+    pytest.importorskip("matplotlib")
+    for best, fallbacks, drawn in run_ranks(_scheduled_accumulation, 2, str(tmp_path), timeout=120):
+        assert (best, fallbacks) == (3.0, 0)
+        assert set(drawn) == {3.0} and len(drawn) == 2 * 2 + 2 * 8
+
+
+def test_the_best_loss_of_a_checkpoint_of_an_earlier_release_is_one_that_lightning_had_divided(said: _Said) -> None:
+    callback = DivergenceGuardMixin(5, dense_steps=50)
+    _run([callback], onebit_adam(), [1.5] * 5)
+    new = callback.state_dict()
+    old = {name: value for name, value in new.items() if name != "compressing"}
+    for state, best in ((new, 1.5), (old, 6.0)):
+        resumed, trainer = DivergenceGuardMixin(5), FakeTrainer([onebit_adam()])
+        trainer.accumulate_grad_batches = 4
+        resumed.load_state_dict(state)
+        trainer.start(resumed, FakeModule())
+        trainer.start(resumed, FakeModule())
+        assert resumed.best_loss == best
 
 
 def test_the_loss_must_be_there_if_it_is_to_be_looked_at(said: _Said) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from lightning_onebit._trees import PACKAGES, check_tree, tree_of
 
@@ -96,6 +98,15 @@ def optimizer_name(index: int, count: int, optimizer: Any) -> str:
     """How messages call an optimizer: its class, with its number where there are several."""
     name = type(optimizer).__name__
     return name if count == 1 else f"{name} {index}"
+
+
+def loss_of(outputs: Any, trainer: Any) -> torch.Tensor | None:
+    """The loss that ``training_step`` returned; None if it returned none.
+
+    Lightning hands callbacks the loss divided by the accumulation factor, which a GradientAccumulationScheduler changes.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.detach() * trainer.accumulate_grad_batches if isinstance(loss, torch.Tensor) else None
 
 
 def stepped_batches(trainer: Any) -> int:

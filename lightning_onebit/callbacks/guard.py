@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_onebit.callbacks._common import (
     check_number,
     check_trainer,
     compressed_optimizers,
+    loss_of,
     misconfiguration,
     optimizer_name,
 )
@@ -114,6 +114,7 @@ class DivergenceGuardMixin:
         self._told: list[list[float]] | None = None
         self._batches = 0
         self._compressed = 0
+        self._divided = False  # whether the best loss is one that Lightning has divided
         self._compressing: dict[int, bool] = {}  # whether each optimizer's last step was compressed
         self._resumed = False
         self._transport: Transport | None = None
@@ -150,7 +151,9 @@ class DivergenceGuardMixin:
         if not self._resumed:
             self._batches = self._compressed = 0
             self._compressing = {}
-        self._resumed = False
+        if self._divided:
+            self.best_loss *= trainer.accumulate_grad_batches
+        self._resumed = self._divided = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Collects the loss, looks when it is time, and ends a fallback."""
@@ -227,6 +230,8 @@ class DivergenceGuardMixin:
         self._batches, self._compressed = state_dict.get("batches", 0), state_dict.get("compressed", 0)
         self._compressing = dict(state_dict.get("compressing", {0: self._compressed > 0}))
         self._told = state_dict.get("window")
+        # earlier releases took the loss as Lightning hands it on, divided by the accumulation factor
+        self._divided = "compressing" not in state_dict
 
     def _tell(self, trainer: Any, pl_module: Any) -> list[list[float]] | None:
         """Sum and number of the losses since the last look, and of those that no step has followed yet: a row per rank."""
@@ -314,11 +319,11 @@ def _counts(optimizers: Any) -> tuple[int, int]:
 
 
 def _loss_of(outputs: Any, trainer: Any) -> torch.Tensor:
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    if not isinstance(loss, torch.Tensor):
+    loss = loss_of(outputs, trainer)
+    if loss is None:
         raise misconfiguration(
             trainer,
             "DivergenceGuard(loss_factor=...) needs the loss, but `training_step` returned none (manual optimization?): return "
             "it, or set loss_factor=None to watch residuals only.",
         )
-    return loss.detach().reshape(())
+    return loss.reshape(())

@@ -18,6 +18,7 @@ from lightning_onebit.callbacks._common import (
     check_flag,
     check_trainer,
     compressed_optimizers,
+    loss_of,
     misconfiguration,
     optimizer_name,
 )
@@ -251,7 +252,7 @@ class CompressionStatsMixin:
                 found = self._values(watch, watch.fresh)
                 values.update({name + watch.suffix: value for name, value in found.items()})
                 if self.figure:
-                    self._remember(watch, found, outputs)
+                    self._remember(watch, found, loss_of(outputs, trainer))
                 watch.fresh = None
         if values:
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
@@ -414,8 +415,7 @@ class CompressionStatsMixin:
         lines.insert(1, "-" * len(lines[0]))
         return "\n".join(["Compression since the start of training (steps, bytes of one rank):", *lines, *notes])
 
-    def _remember(self, watch: _Watch, values: Mapping[str, float], outputs: Any) -> None:
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    def _remember(self, watch: _Watch, values: Mapping[str, float], loss: torch.Tensor | None) -> None:
         nan = math.nan
         watch.history.append(
             (
@@ -424,7 +424,7 @@ class CompressionStatsMixin:
                 values["onebit/total_dense_bytes"],
                 values.get("onebit/ratio", nan),
                 values.get("onebit/residual_ratio", nan),
-                float(loss) if isinstance(loss, (float, torch.Tensor)) else nan,
+                nan if loss is None else float(loss),
             )
         )
         if len(watch.history) > MAX_HISTORY:
