@@ -69,6 +69,16 @@ def test_noise_between_the_samples_is_no_reason_to_predict_a_free_exchange() -> 
     assert report.dense_seconds == pytest.approx(0.1)
 
 
+def test_a_model_below_the_smaller_sample_takes_no_negative_time() -> None:
+    """Where costs grow faster than sizes (caches), the line through both samples is below 0 there."""
+    small = LinkMeasurement(62_500, 0.001, 0.002, 0.0005, 250_000, 10_000)
+    large = LinkMeasurement(1_000_000, 0.1, 0.01, 0.002, 4_000_000, 160_000)
+    report = LinkReport.extrapolate(6_250, 2, small, large)
+    assert report.dense_seconds == pytest.approx(0.0001), "in proportion to the smaller sample"
+    assert report.exchange_seconds == pytest.approx(0.002 - 0.008 * 56_250 / 937_500), "on the line"
+    assert not report.pays and 0 < report.speedup < 1
+
+
 def test_break_even_is_left_out_where_kernels_are_not_seen() -> None:
     measure = _network(1e8, 0.0, 2e-9)
     report = LinkReport.extrapolate(10**7, 2, measure(10**5), measure(10**6), host_sees_kernels=False)

@@ -118,7 +118,11 @@ def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
 def _on_line(x: int, x1: int, y1: float, x2: int, y2: float) -> float:
     slope = (y2 - y1) / (x2 - x1)
     # Noise can make the larger sample the faster one; in proportion is then the better guess than for nothing.
-    return y1 + slope * (x - x1) if slope > 0 else y2 * x / x2
+    if slope <= 0:
+        return y2 * x / x2
+    line = y1 + slope * (x - x1)
+    # So it is for a model below the smaller sample where the line would cross 0.
+    return line if x >= x1 else max(line, y1 * x / x1)
 
 
 def _milliseconds(seconds: float) -> str:
