@@ -134,6 +134,17 @@ def test_the_share_of_waiting_in_dense_steps_bounds_the_gain(
     assert ("not the bottleneck" in words[0]) == warns
 
 
+def test_waiting_is_watched_where_batches_accumulate_before_the_first_step(
+    monkeypatch: pytest.MonkeyPatch, said: _Said
+) -> None:
+    callback, trainer, _ = _start(monkeypatch, _network(1e7, 0.0, 1e-9), watch_steps=4)
+    for batch in range(40):
+        if batch % 4 == 3:
+            trainer.step()
+        callback.on_train_batch_end(trainer, None, None, None, batch)
+    assert sum("in 4 dense steps this rank waited" in line for line in [*said.infos, *said.warnings]) == 1
+
+
 def test_watching_ends_where_compression_begins_and_can_be_turned_off(
     monkeypatch: pytest.MonkeyPatch, said: _Said
 ) -> None:

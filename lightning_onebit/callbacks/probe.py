@@ -240,9 +240,11 @@ class LinkProbeMixin:
         if not self._watching:
             return
         ledgers: list[ByteLedger] = [optimizer.ledger for optimizer in trainer.strategy.onebit_optimizers]
-        if any(ledger.last is None or not ledger.last.dense for ledger in ledgers):
+        if any(ledger.last is not None and not ledger.last.dense for ledger in ledgers):
             # Compression has begun: what would have to be watched is over.
             self._watching = False
+            return
+        if ledgers[0].last is None:  # batches that accumulate come before the first step
             return
         now = _Clock(ledgers[0].steps, time.perf_counter(), sum(item.total.communication_seconds for item in ledgers))
         if self._began is None:
