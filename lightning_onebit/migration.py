@@ -361,19 +361,13 @@ class _Translation:
         chosen = {}
         for key, precision in (("fp16", "16-mixed"), ("bf16", "bf16-mixed"), ("bfloat16", "bf16-mixed")):
             section = self._section(key)
-            if section.get("enabled") == "auto":
-                self.unhonoured[f"{key}.enabled"] = (
-                    "'auto' is filled in by another trainer; give precision to the Trainer"
-                )
-                continue
-            if not isinstance(section.get("enabled", False), bool):
-                raise TypeError(f'{key}.enabled={section["enabled"]!r} must be true, false or "auto"')
-            if section.get("enabled", False):
+            enabled = self._switch(key, section)
+            if enabled is True:
                 chosen[f"{key}.enabled"] = precision
             for name, value in section.items():
                 if name == "enabled":
                     continue
-                if not section.get("enabled", False):
+                if enabled is False:
                     self.honoured[f"{key}.{name}"] = "without effect: the section is off"
                 elif name in _SCALER:
                     self.unhonoured[f"{key}.{name}"] = (
@@ -384,23 +378,39 @@ class _Translation:
                     self._unless(
                         f"{key}.{name}", value, name == "check_grad_overflow", "Lightning's precision plugin decides it"
                     )
-            if "enabled" in section and not section["enabled"]:
-                self.honoured[f"{key}.enabled"] = "off"
         autocast = self._section("torch_autocast")
-        if autocast.get("enabled"):
-            dtype = str(autocast.get("dtype", "bfloat16")).removeprefix("torch.")
-            chosen["torch_autocast.enabled"] = "16-mixed" if dtype in ("float16", "fp16", "half") else "bf16-mixed"
-            for name in set(autocast) - {"enabled"}:
-                key = f"torch_autocast.{name}"
-                if name == "dtype":
-                    self.honoured[key] = f"precision={chosen['torch_autocast.enabled']!r}"
-                else:
-                    self.unhonoured[key] = "torch's own list of operations counts"
+        enabled = self._switch("torch_autocast", autocast)
+        if enabled is True:
+            chosen["torch_autocast.enabled"] = _autocast_precision(autocast.get("dtype", "bfloat16"))
+        for name in autocast:
+            key = f"torch_autocast.{name}"
+            if name == "enabled":
+                continue
+            if enabled is False:
+                self.honoured[key] = "without effect: the section is off"
+            elif name == "dtype" and enabled is True:
+                self.honoured[key] = f"precision={chosen['torch_autocast.enabled']!r}"
+            elif name == "dtype":
+                self.unhonoured[key] = "give precision to the Trainer"
+            else:
+                self.unhonoured[key] = "torch's own list of operations counts"
         if len(set(chosen.values())) > 1:
             raise ValueError(f"{' and '.join(chosen)} are both on and exclude each other; keep one")
         for key, precision in chosen.items():
             self.trainer["precision"] = precision
             self.honoured[key] = f"precision={precision!r}"
+
+    def _switch(self, key: str, section: Mapping[str, Any]) -> bool | str:
+        """Whether a section is on, or ``"auto"``; files what is not on."""
+        enabled = section.get("enabled", False)
+        if enabled == "auto":
+            self.unhonoured[f"{key}.enabled"] = "'auto' is filled in by another trainer; give precision to the Trainer"
+            return "auto"
+        if not isinstance(enabled, bool):
+            raise TypeError(f'{key}.enabled={enabled!r} must be true, false or "auto"')
+        if "enabled" in section and not enabled:
+            self.honoured[f"{key}.enabled"] = "off"
+        return enabled
 
     def _handlers(self) -> dict[str, Callable[[str, Any], None]]:
         return {
@@ -456,6 +466,18 @@ class _Translation:
             self.honoured[key] = "off" if not harmless else f"{harmless!r}, as it is here anyway"
         else:
             self.unhonoured[key] = why
+
+
+def _autocast_precision(dtype: Any) -> str:
+    """The Trainer's precision for DeepSpeed's ``torch_autocast.dtype``."""
+    name = str(dtype).removeprefix("torch.")
+    if name in ("float16", "fp16", "half"):
+        return "16-mixed"
+    if name in ("bfloat16", "bf16"):
+        return "bf16-mixed"
+    raise ValueError(
+        f"torch_autocast.dtype={dtype!r} is unknown; choose 'float16' or 'bfloat16', or switch the section off"
+    )
 
 
 def _leaves(key: str, value: Any) -> list[str]:
