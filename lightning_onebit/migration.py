@@ -13,7 +13,7 @@ from typing import Any
 from lightning_onebit import _trees
 from lightning_onebit.optim import OnebitOptimizer
 from lightning_onebit.optim.lamb import FROZEN_OPTIONS
-from lightning_onebit.optim.options import check_integer
+from lightning_onebit.optim.options import check_integer, check_number
 
 #: ``optimizer.type``, in lower case as DeepSpeed compares it
 _TYPES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}
@@ -244,12 +244,14 @@ class _Translation:
         self.options = {"bias_correction": False, **_DEFAULTS[algorithm]}
         for name, value in params.items():
             key = f"optimizer.params.{name}"
-            if name == "betas" and isinstance(value, (int, float)):
+            if name == "betas" and value != "auto" and not isinstance(value, (list, tuple)):
                 raise TypeError(f"{key}={value!r} must be a list of two numbers, not {type(value).__name__}")
             if value == "auto":
-                self.unhonoured[key] = (
-                    f"'auto' is filled in by another trainer; write the value: optimizer(params, {name}=...)"
-                )
+                remedy = f"write the value: optimizer(params, {name}=...)"
+                if name in _OPTIONS[algorithm]:  # the strategy's, which the optimizer cannot be given otherwise
+                    default = f"{self.options[name]!r}, DeepSpeed's" if name in self.options else "this package's"
+                    remedy = f"write the number into the configuration (until then it is the default, {default})"
+                self.unhonoured[key] = f"'auto' is filled in by another trainer; {remedy}"
             elif name in _OPTIONS[algorithm]:
                 self.options[name] = value
                 self.honoured[key] = f"{name}={value!r} of the strategy"
@@ -422,7 +424,11 @@ class _Translation:
     def _clipping(self, key: str, value: Any) -> None:
         if value == "auto":
             self.unhonoured[key] = "'auto' is filled in by another trainer; give gradient_clip_val to the Trainer"
-        elif value:
+            return
+        if value is None or value is False:
+            value = 0
+        check_number(key, value, least=0)
+        if value:
             self.trainer["gradient_clip_val"] = float(value)
             self.honoured[key] = (
                 f"gradient_clip_val={float(value)!r} (by one norm over all ranks, not by each rank's own)"
@@ -431,7 +437,7 @@ class _Translation:
             self.honoured[key] = "off"
 
     def _printing(self, key: str, value: Any) -> None:
-        if value == "auto" or not isinstance(value, int) or value < 1:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.unhonoured[key] = "give log_every_n_steps to the Trainer"
             return
         self.trainer["log_every_n_steps"] = value

@@ -145,6 +145,9 @@ ODD: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({"something_newer": 3}, {"something_newer": "no counterpart"}),
     ({"gradient_clipping": 0.0, "prescale_gradients": False, "dump_state": False, "gradient_predivide_factor": 1.0}, {}),
     ({"gradient_clipping": "auto"}, {"gradient_clipping": "gradient_clip_val"}),
+    ({"gradient_clipping": None}, {}),
+    ({"gradient_clipping": False}, {}),
+    ({"steps_per_print": True}, {"steps_per_print": "log_every_n_steps"}),
     ({"fp16": {"enabled": "auto"}}, {"fp16.enabled": "precision"}),
     ({"fp16": {"enabled": "auto", "loss_scale": 0, "auto_cast": True}},
      {"fp16.enabled": "precision", "fp16.loss_scale": "GradScaler", "fp16.auto_cast": "precision plugin"}),
@@ -187,6 +190,20 @@ def test_odd_parameters_of_the_optimizer_are_listed() -> None:
     assert set(migration.unhonoured) == {f"optimizer.params.{name}" for name in params} | {"optimizer.legacy_fusion"}
     accounted(migration, config)
     assert migration.optimizer([torch.nn.Parameter(torch.zeros(1))], lr=0.5).param_groups[0]["lr"] == 0.5
+
+
+def test_an_option_of_the_strategy_that_is_auto_is_to_be_written_into_the_configuration() -> None:
+    """The strategy has a value for it, so that migration.optimizer() refuses another."""
+    params = {"betas": "auto", "freeze_step": "auto", "max_coeff": "auto"}
+    config = {"optimizer": {"type": "OneBitLamb", "params": params}}
+    migration = ob.from_deepspeed_config(config)
+    accounted(migration, config)
+    assert "into the configuration" in migration.unhonoured["optimizer.params.freeze_step"]
+    assert "the default, 100000, DeepSpeed's" in migration.unhonoured["optimizer.params.freeze_step"]
+    assert "the default, this package's" in migration.unhonoured["optimizer.params.max_coeff"]
+    assert "optimizer(params, betas=...)" in migration.unhonoured["optimizer.params.betas"]
+    with pytest.raises(ValueError, match="freeze_step=7 was given to strategy"):
+        migration.optimizer([torch.nn.Parameter(torch.zeros(1))], freeze_step=7)
 
 
 @pytest.mark.parametrize(
@@ -232,6 +249,26 @@ def test_precision_becomes_the_trainers(extra: dict[str, Any], precision: str | 
             {"optimizer": {"type": "OneBitAdam", "params": {"betas": 0.9}}},
             TypeError,
             "optimizer.params.betas=0.9 must be",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"betas": None}}},
+            TypeError,
+            "optimizer.params.betas=None must be a list of two numbers",
+        ),
+        (
+            {"optimizer": {"type": "OneBitAdam", "params": {"betas": "0.9"}}},
+            TypeError,
+            "optimizer.params.betas='0.9' must be a list of two numbers",
+        ),
+        *(
+            ({"optimizer": {"type": "OneBitAdam"}, "gradient_clipping": value}, error, words)
+            for value, error, words in [
+                (-1, ValueError, "gradient_clipping=-1 is out of range; it must be finite and >= 0"),
+                (float("nan"), ValueError, "gradient_clipping=nan is out of range"),
+                ("1.0", TypeError, "gradient_clipping='1.0' must be a number"),
+                ([1], TypeError, r"gradient_clipping=\[1\] must be a number"),
+                (True, TypeError, "gradient_clipping=True must be a number"),
+            ]
         ),
         ({"optimizer": {"type": "OneBitAdam", "params": None}}, TypeError, "optimizer.params=None must be a section"),
         (
