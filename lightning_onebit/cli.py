@@ -56,11 +56,12 @@ def parse_rate(text: str) -> float:
     """``4.1Gbps``, ``100 Mb/s`` or ``12GB/s`` (bytes) as bits per second.
 
     Raises:
-        argparse.ArgumentTypeError: anything else; a number without a unit too, which could mean anything.
+        argparse.ArgumentTypeError: anything else; a number without a unit too, which could mean anything, and units in capitals
+            (``GBPS``), which could mean bits or bytes.
     """
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)(bps|bit/s|b/s|bit|B/s)", text.strip(), re.IGNORECASE)
     rate = float(found[1]) * _RATES[found[2].lower()] if found else 0.0
-    if found is None or rate <= 0:
+    if found is None or rate <= 0 or found[3] in ("B/S", "BPS"):
         raise argparse.ArgumentTypeError(
             f"{text!r} is no bandwidth; write a number and its unit, for example 4.1Gbps or 100Mb/s (12GB/s for bytes)"
         )

@@ -66,7 +66,7 @@ def test_rates_are_read_with_their_units(text: str, rate: float) -> None:
     assert cli.parse_rate(text) == pytest.approx(rate)
 
 
-@pytest.mark.parametrize("text", ["4.1", "fast", "0Gbps", "-1Gbps", "4.1Gb", ""])
+@pytest.mark.parametrize("text", ["4.1", "fast", "0Gbps", "-1Gbps", "4.1Gb", "", "12GB/S", "12GBPS"])
 def test_a_rate_without_a_clear_unit_is_refused(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="number and its unit"):
         cli.parse_rate(text)
