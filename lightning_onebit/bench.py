@@ -213,12 +213,17 @@ def break_even(measurements: Sequence[LinkMeasurement]) -> float | None:
     Returns:
         The number of elements; 0 if it is faster at every size measured, None if it is not at the largest.
 
+    Raises:
+        ValueError: nothing was measured.
+
     Example:
         >>> small = LinkMeasurement(1_000_000, 0.010, 0.012, 0.001, 4_000_000, 130_000)
         >>> large = LinkMeasurement(4_000_000, 0.040, 0.020, 0.004, 16_000_000, 520_000)
         >>> print(f"{break_even([small, large]):,.0f}")
         1,272,727
     """
+    if not measurements:
+        raise ValueError("measurements is empty; measure at least one size")
     ordered = sorted(measurements, key=lambda m: m.elements)
     if all(m.speedup >= 1 for m in ordered):
         return 0.0
@@ -233,8 +238,10 @@ def break_even(measurements: Sequence[LinkMeasurement]) -> float | None:
 
 def advice(measurements: Sequence[LinkMeasurement]) -> str:
     """What the numbers mean, in a sentence or two."""
-    largest = max(measurements, key=lambda m: m.elements)
     even = break_even(measurements)
+    largest = max(measurements, key=lambda m: m.elements)
+    if largest.dense_bytes == 0:
+        return "One rank exchanges nothing, so there is no network to judge: start it on several, on all machines."
     if even is None:
         faster = ", ".join(f"{m.elements:,}" for m in measurements if m.speedup >= 1)
         return (

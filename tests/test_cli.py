@@ -281,6 +281,16 @@ def test_bench_measures_on_real_ranks_and_reports_once(tmp_path: Path) -> None:
     assert all(row["dense_bytes"] > row["exchange_bytes"] > 0 for row in facts["sizes"])
 
 
+def test_measurements_of_nothing_say_nothing_about_a_network() -> None:
+    alone = bench.LinkMeasurement(1000, 1e-5, 1e-3, 1e-4, 0, 0)
+    assert bench.advice([alone]) == (
+        "One rank exchanges nothing, so there is no network to judge: start it on several, on all machines."
+    )
+    for judge in (bench.break_even, bench.advice):
+        with pytest.raises(ValueError, match="measurements is empty"):
+            judge([])
+
+
 # ----- doctor --------------------------------------------------------------------------------------------------------------
 
 
