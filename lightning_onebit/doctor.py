@@ -21,10 +21,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_onebit import __version__, _trees
-from lightning_onebit._console import Outcome, Parser, add_json, execute
+from lightning_onebit._console import LONGEST, Outcome, Parser, add_json, execute
 from lightning_onebit.comm import disconnect
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.optim.options import check_number
 from lightning_onebit.registry import available_strategies
 
 _PACKAGES = ("lightning", "pytorch-lightning", "torch", "torchmetrics", "numpy", "matplotlib", "jsonargparse")
@@ -251,8 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Outcome:
     """The command; exit status 1 if there are problems."""
-    if not options.timeout > 0:
-        raise ValueError(f"--timeout {options.timeout:g} must be positive; give seconds")
+    check_number("--timeout", options.timeout, above=0, most=LONGEST)
     facts = examine(test=not options.no_test, timeout=options.timeout)
     return Outcome(int(bool(facts["problems"])), describe(facts), facts)
 

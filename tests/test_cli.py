@@ -291,6 +291,30 @@ def test_measurements_of_nothing_say_nothing_about_a_network() -> None:
             judge([])
 
 
+@pytest.mark.parametrize("command", ["bench", "doctor"])
+@pytest.mark.parametrize("value", ["nan", "inf", "1e300", "0", "-1"])
+def test_a_timeout_that_is_none_is_refused_by_name(
+    command: str, value: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setattr("torch.distributed.init_process_group", lambda *_, **__: pytest.fail("it has begun"))
+    monkeypatch.setattr(doctor, "examine", lambda **_: pytest.fail("it has begun"))
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "--timeout", value])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and f"--timeout={float(value)!r} is out of range; it must be" in said
+
+
+@pytest.mark.parametrize("option", ["--sizes", "--repeats", "--ranks-per-node"])
+def test_bench_names_the_count_that_is_none(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(SystemExit):
+        cli.main(["bench", option, "0"])
+    assert f"{option}=0 is out of range; it must be at least 1" in capsys.readouterr().err
+
+
 # ----- doctor --------------------------------------------------------------------------------------------------------------
 
 
