@@ -778,10 +778,12 @@ def plot(cluster: Cluster, job: Job, path: str, algorithms: Iterable[str] | str 
         raise ModuleNotFoundError(
             "the plot needs matplotlib: pip install 'lightning-onebit[plot]'", name=error.name
         ) from error
+    algorithms = algorithms if isinstance(algorithms, str) else list(algorithms)  # planned many times
     figure = Figure(figsize=(11, 4.2))
     left, right = figure.subplots(1, 2)
     over_bandwidth = [plan(replace(cluster, bandwidth=b), job, algorithms) for b in BANDWIDTHS]
     worlds = [cluster.gpus_per_node * 2**k for k in range(13) if cluster.gpus_per_node * 2**k <= LARGEST_WORLD]
+    worlds = worlds or [cluster.gpus_per_node]
     over_world = [plan(replace(cluster, gpus=n), job, algorithms) for n in worlds]
     for name in dict.fromkeys(p.name for p in over_bandwidth[0].predictions):
         # 1-bit LAMB sends what 1-bit Adam sends: their lines all but coincide

@@ -494,6 +494,20 @@ def test_a_plot_reaches_4096_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert speedups[0] > 3 and speedups[0] > speedups[-1], "the slower the network, the more is gained"
 
 
+def test_a_plot_takes_any_iterable_of_algorithms_and_nodes_of_any_size(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda self, path, **_: drawn.append(self))
+    plot(NETWORK, BERT, str(tmp_path / "plan.png"), (name for name in ["onebit_adam"]))
+    assert [line.get_label() for line in drawn[0].axes[0].lines[:3]] == ["dense fp32", "dense fp16", "1-bit Adam"]
+    plot(replace(NETWORK, gpus=16384, gpus_per_node=8192), BERT, str(tmp_path / "plan.png"), ["onebit_adam"])
+    assert list(drawn[1].axes[1].lines[0].get_xdata()) == [8192]
+
+
 @pytest.mark.parametrize(
     ("make", "options", "error", "words"),
     [
