@@ -374,6 +374,7 @@ def test_ratios_are_written_with_the_digits_that_matter(ratio: float, text: str)
         ({"trust_ratios_per_layer": None}, TypeError, "`trust_ratios_per_layer`"),
         ({"summary": "yes"}, TypeError, "`summary`"),
         ({"figure": 3}, TypeError, "`figure`"),
+        ({"figure": ""}, ValueError, "`figure=''`"),
         ({"figure": None}, TypeError, "`figure`"),
     ],
 )

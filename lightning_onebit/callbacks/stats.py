@@ -149,7 +149,7 @@ class CompressionStatsMixin:
 
     Raises:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
-        ValueError: an interval is smaller than 1.
+        ValueError: an interval is smaller than 1, or ``figure`` is an empty name.
         ModuleNotFoundError: ``figure`` is asked for and matplotlib is not installed.
         MisconfigurationException: (when fitting starts) the strategy compresses nothing, or ``trust_ratios_per_layer`` is
             asked for and no optimizer has trust ratios.
@@ -181,6 +181,8 @@ class CompressionStatsMixin:
         check_flag("summary", summary)
         if not isinstance(figure, str):
             check_flag("figure", figure)
+        elif not figure:
+            raise ValueError("`figure=''` names no file: give a path, True for a file beside the logs, or False.")
         if figure:
             _figure_class()
         self.residual_every_n_steps = residual_every_n_steps
