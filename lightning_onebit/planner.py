@@ -422,9 +422,8 @@ def _predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pre
     share = rounds["dense"] / (later + rounds["dense"])
     spoken = rounds["one_bit"] / later if later else 0.0
     mean = share * dense + (1 - share) * step
-    if (
-        name == "binsgdm"
-    ):  # bitmaps of live coordinates are merged at t = 1, 2, 4, ..., beside the exchanges of these steps
+    if name == "binsgdm":
+        # bitmaps of live coordinates are merged at t = 1, 2, 4, ..., beside the exchanges of these steps
         merge, _ = _exchange(cluster, job, name, layout == "hierarchical", merges=True)
         mean += int(job.steps).bit_length() / job.steps * merge
     return Prediction(
