@@ -14,9 +14,6 @@ from typing import Any, NamedTuple, NoReturn
 #: exit status where the reader of standard output has gone, as a shell reports it of other tools: 128 + SIGPIPE
 READER_GONE = 141
 
-#: seconds that a wait may last at most: more does not fit where torch keeps them
-LONGEST = 1e9
-
 
 class Outcome(NamedTuple):
     """What a command has found.

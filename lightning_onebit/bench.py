@@ -25,11 +25,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_onebit._console import LONGEST, Outcome, Parser, add_json, execute, format_figure
+from lightning_onebit._console import Outcome, Parser, add_json, execute, format_figure
 from lightning_onebit.comm import disconnect, torn_down_last
 from lightning_onebit.kernels import BACKENDS
 from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.options import check_integer, check_number
+from lightning_onebit.optim.options import LONGEST_WAIT, check_integer, check_number
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 DEFAULT_SIZES = (250_000, 1_000_000, 4_000_000, 16_000_000)
@@ -299,7 +299,7 @@ def run(options: argparse.Namespace) -> Outcome:
     ):
         for count in counts:
             check_integer(name, count, least=1)
-    check_number("--timeout", options.timeout, above=0, most=LONGEST)
+    check_number("--timeout", options.timeout, above=0, most=LONGEST_WAIT)
     if "RANK" not in os.environ:
         raise ValueError(
             "no ranks found: launch on all machines with torchrun, e.g. "

@@ -21,11 +21,11 @@ import torch
 import torch.distributed as dist
 
 from lightning_onebit import __version__, _trees
-from lightning_onebit._console import LONGEST, Outcome, Parser, add_json, execute
+from lightning_onebit._console import Outcome, Parser, add_json, execute
 from lightning_onebit.comm import disconnect
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim import OnebitAdam
-from lightning_onebit.optim.options import check_number
+from lightning_onebit.optim.options import LONGEST_WAIT, check_number
 from lightning_onebit.registry import available_strategies
 
 _PACKAGES = ("lightning", "pytorch-lightning", "torch", "torchmetrics", "numpy", "matplotlib", "jsonargparse")
@@ -252,7 +252,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> Outcome:
     """The command; exit status 1 if there are problems."""
-    check_number("--timeout", options.timeout, above=0, most=LONGEST)
+    check_number("--timeout", options.timeout, above=0, most=LONGEST_WAIT)
     facts = examine(test=not options.no_test, timeout=options.timeout)
     return Outcome(int(bool(facts["problems"])), describe(facts), facts)
 

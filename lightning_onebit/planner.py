@@ -21,7 +21,7 @@ from lightning_onebit.comm import (
     ring_bytes,
 )
 from lightning_onebit.optim.binsgdm import SERVERS
-from lightning_onebit.optim.options import check_choice, check_integer, check_number
+from lightning_onebit.optim.options import LARGEST_BUCKET_MB, check_choice, check_integer, check_number
 from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
 from lightning_onebit.optim.refresh import REFRESH_STEPS
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
@@ -210,7 +210,7 @@ class Job:
         _check_count("block_size", self.block_size, least=32)
         if self.block_size % 32:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 32; try 2048")
-        check_number("bucket_mb", self.bucket_mb, above=0)
+        check_number("bucket_mb", self.bucket_mb, above=0, most=LARGEST_BUCKET_MB)
         _check_count("var_update_scaler", self.var_update_scaler, least=1)
         _check_count("var_rise_steps", self.var_rise_steps, least=0)
         _check_count("local_step_scaler", self.local_step_scaler, least=1, optional=True)
@@ -440,17 +440,12 @@ def _predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pre
 
 def _dense_step(cluster: Cluster, job: Job, width: int) -> tuple[float, float]:
     """Seconds of a dense step, and bytes through a node's card: a ring passes every card once."""
-    size = max(int(_bucket_bytes(job)), width * job.block_size)
+    size = max(int(job.bucket_mb * 2**20), width * job.block_size)
     full, rest = divmod(job.elements * width, size)
     sizes = [(size, full), (rest, 1)] if rest else [(size, full)]
     seconds = sum(times * cluster.all_reduce(nbytes) for nbytes, times in sizes)
     sent = float(sum(times * ring_bytes(cluster.gpus, nbytes) for nbytes, times in sizes))
     return job.compute + max(0.0, seconds - job.hidden * job.compute), sent if cluster.nodes > 1 else 0.0
-
-
-def _bucket_bytes(job: Job) -> float:
-    """Of fp32 gradients; no more than an integer of the machine counts, which holds any model whole."""
-    return min(job.bucket_mb * 2**20, 2.0**62)
 
 
 def _buckets(cluster: Cluster, job: Job) -> list[tuple[int, int]]:
@@ -460,7 +455,7 @@ def _buckets(cluster: Cluster, job: Job) -> list[tuple[int, int]]:
     even share of every rank.
     """
     ranks = cluster.gpus
-    capacity = max(1, int(_bucket_bytes(job) / 4) // (job.block_size * ranks)) * ranks
+    capacity = max(1, int(job.bucket_mb * 2**20 / 4) // (job.block_size * ranks)) * ranks
     full, rest = divmod(sum(-(-count // job.block_size) for count in job.tensors), capacity)
     return [(blocks, times) for blocks, times in ((capacity, full), (-(-rest // ranks) * ranks, 1)) if blocks and times]
 

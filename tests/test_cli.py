@@ -79,7 +79,7 @@ def test_plan_prints_a_table_and_a_sentence(capsys: pytest.CaptureFixture[str]) 
     assert "1-bit Adam, hierarchical" in out and "BinSGDM, flat" in out and "should make the run" in out
 
 
-@pytest.mark.parametrize("more", [["--bucket-mb", "1e-9"], ["--bucket-mb", "1e305"], ["--params", "1000T"]])
+@pytest.mark.parametrize("more", [["--bucket-mb", "1e-9"], ["--bucket-mb", "1e6"], ["--params", "1000T"]])
 def test_plan_takes_what_the_optimizers_take(more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*PLAN, *more]) == 0
     assert "1-bit Adam, hierarchical" in capsys.readouterr().out

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer
 from lightning_onebit.comm import ByteLedger, Topology, Transport, handshake
+from lightning_onebit.optim.options import LONGEST_WAIT
 
 # Elements hashed at once: the 64-bit temporaries stay at a few megabytes, whatever the size of the parameter.
 CHUNK = 1 << 20
@@ -77,7 +78,7 @@ class ReplicaConsistencyMixin:
     def __init__(self, every_n_steps: int = 1000, *, timeout: float = 600.0) -> None:
         super().__init__()
         check_count("every_n_steps", every_n_steps)
-        check_number("timeout", timeout, 0, 1e9, "give seconds")
+        check_number("timeout", timeout, 0, LONGEST_WAIT, "give seconds")
         self.every_n_steps = every_n_steps
         self.timeout = timeout
         self._transport: Transport | None = None

@@ -21,6 +21,7 @@ from lightning_onebit.callbacks._common import (
 )
 from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.optim import OnebitAdam, OnebitLamb, Phase
+from lightning_onebit.optim.options import LONGEST_WAIT
 
 DEFAULT_LOSS_FACTOR = 1.5
 DEFAULT_RESIDUAL_LIMIT = 10.0
@@ -96,7 +97,7 @@ class DivergenceGuardMixin:
         if dense_steps is not None:
             check_count("dense_steps", dense_steps)
         check_count("max_fallbacks", max_fallbacks)
-        check_number("timeout", timeout, 0, 1e9, "give seconds")
+        check_number("timeout", timeout, 0, LONGEST_WAIT, "give seconds")
         self.every_n_steps = every_n_steps
         self.loss_factor = loss_factor
         self.residual_limit = residual_limit

@@ -14,6 +14,7 @@ from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer, compressed_optimizers
 from lightning_onebit.comm import ByteLedger
 from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.optim.options import LONGEST_WAIT
 from lightning_onebit.registry import find_algorithm
 
 # Dense steps that are left out when waiting is watched: the first ones connect, allocate and may compile.
@@ -186,7 +187,7 @@ class LinkProbeMixin:
         check_count("repeats", repeats, remedy="give how often to measure")
         if watch_steps is not None:
             check_count("watch_steps", watch_steps, remedy="give a number of dense steps, or None")
-        check_number("timeout", timeout, 0, 1e9, "give seconds")
+        check_number("timeout", timeout, 0, LONGEST_WAIT, "give seconds")
         self.sample_mb = sample_mb
         self.repeats = repeats
         self.watch_steps = watch_steps

@@ -12,6 +12,11 @@ import torch.distributed as dist
 from lightning_onebit.comm import SimulatedGroup
 from lightning_onebit.kernels import BACKENDS
 
+#: seconds that a wait may last at most: more does not fit where torch keeps them
+LONGEST_WAIT = 1e9
+#: a terabyte, more than any machine's gradients: numbers of elements beyond do not fit where kernels keep them
+LARGEST_BUCKET_MB = 1e6
+
 
 def check_number(
     name: str,
@@ -134,10 +139,10 @@ class CommonOptions:
                 f"for the default group, not {type(self.process_group).__name__}"
             )
         check_flag("force_compression", self.force_compression)
-        check_number("bucket_mb", self.bucket_mb, above=0)
+        check_number("bucket_mb", self.bucket_mb, above=0, most=LARGEST_BUCKET_MB)
         check_integer("max_consecutive_skips", self.max_consecutive_skips, least=0)
         check_choice("kernels", self.kernels, BACKENDS)
-        check_number("timeout", self.timeout, above=0)
+        check_number("timeout", self.timeout, above=0, most=LONGEST_WAIT)
         check_choice("overlap", self.overlap, ("step", "backward"))
         check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
         check_choice("denominator_dtype", self.denominator_dtype, ("float32", "bfloat16"))
