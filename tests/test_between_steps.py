@@ -469,3 +469,51 @@ def let_go(group: Any, rank: int, world: int, algorithm: str, overlap: str) -> l
 )
 def test_what_the_program_lets_go_of_is_freed(algorithm: str, overlap: str) -> None:
     assert run_world(let_go, 2, algorithm, overlap) == [[True, True]] * 2
+
+
+# ----- inference mode, in which Lightning runs validations with their hooks -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+@pytest.mark.parametrize(
+    ("algorithm", "called"),
+    [
+        *[("onebit_adam", called) for called in ("freeze", "thaw", "load")],
+        *[("onebit_lamb", called) for called in ("freeze", "thaw", "load")],
+        *[("zero_one_adam", called) for called in ("freeze", "load")],
+    ],
+)
+def test_what_is_laid_out_in_inference_mode_serves_the_steps_after_it(
+    algorithm: str, called: str, kernels: str
+) -> None:
+    """A validation's hook may freeze, thaw or load: later steps, and whoever reads residuals, change what it has laid out."""
+
+    def run(inference: bool) -> list[Tensor]:
+        params = [nn.Parameter(torch.ones(5 * 32)), nn.Parameter(torch.ones(40, dtype=torch.bfloat16))]
+        options: Any = {
+            "force_compression": True,
+            "refresh_interval": 3,
+            "refresh_steps": 2,
+            "denominator_dtype": "bfloat16",
+        }
+        optimizer = CLASSES[algorithm](params, lr=0.01, block_size=32, kernels=kernels, **options)  # type: ignore[call-arg]
+        for t in range(12):
+            if t == 3 and called != "freeze":
+                optimizer.freeze()
+            if t == 5:
+                saved = copy.deepcopy((optimizer.state_dict(), optimizer.residual_state_dict()))
+                with torch.inference_mode(inference):
+                    if called == "load":
+                        optimizer.load_state_dict(saved[0])
+                        optimizer.load_residual_state_dict(saved[1])
+                    else:
+                        getattr(optimizer, called)()
+                    assert torch.is_inference_mode_enabled() is inference
+            optimizer.zero_grad()
+            fill(params, t, 0)
+            optimizer.step()
+        optimizer.synchronise()
+        residuals = optimizer.residual_state_dict()["tensors"]
+        return [p.detach() for p in params] + [value.clone() for value in residuals.values()]
+
+    assert equal_everywhere([run(False), run(True)])

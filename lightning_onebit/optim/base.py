@@ -134,6 +134,8 @@ class OnebitOptimizer(StatefulOptimizer):
         """Share of the steps after the freeze that are dense all the same, to refresh the frozen second moments (BinSGDM has none)."""
         return 0.0
 
+    @torch.inference_mode(False)  # what is laid out in a validation's hook is changed by steps to come
+    @torch.no_grad()
     def freeze(self) -> None:
         """Ends the warm-up: the second moments freeze and every following step is compressed.
 
@@ -156,6 +158,8 @@ class OnebitOptimizer(StatefulOptimizer):
             )
         self._freeze_now()
 
+    @torch.inference_mode(False)  # as in freeze()
+    @torch.no_grad()
     def thaw(self) -> None:
         """Goes back into the warm-up: dense steps, in which the second moments learn again, until the next freeze.
 

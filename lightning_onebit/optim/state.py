@@ -135,6 +135,7 @@ class StatefulOptimizer(ArenaOptimizer):
             "bucket_blocks": [bucket.blocks for bucket in self._plan.buckets] if self._plan is not None else [],
         }
 
+    @torch.inference_mode(False)  # what is laid out here is changed by steps to come
     @torch.no_grad()
     def load_residual_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from this rank's ``residual_state_dict()``; call it after ``load_state_dict``.
@@ -249,6 +250,7 @@ class StatefulOptimizer(ArenaOptimizer):
                         "was saved, with its parameters in the same order, or load the weights only"
                     )
 
+    @torch.inference_mode(False)  # as in load_residual_state_dict()
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads ``state_dict()``, or the state of a plain ``torch.optim.Adam`` / ``AdamW``.
