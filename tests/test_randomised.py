@@ -243,9 +243,10 @@ class Run:
             found.append(mine)
         return found
 
-    def seen(self) -> dict[str, Any]:
+    def seen(self, looks: bool) -> dict[str, Any]:
+        """``looks``: at the state too, residuals among it, which then owe nothing any more."""
         optimizer = self.optimizer
-        state = self.state_of()
+        state = self.state_of() if looks else []
         local = [p.detach().clone() for p in self.params]
         optimizer.show_consensus()
         shared = [p.detach().clone() for p in self.params]
@@ -255,11 +256,12 @@ class Run:
 
 
 def play(group: Any, script: Script, interrupted: bool) -> dict[str, Any]:
+    """The run on one rank. Nobody looks at the state of one that is ``interrupted``, so that residuals owe from step to step."""
     run = Run(script, group)
     seen = []
     for t in range(STEPS):
         run.step(t)
-        seen.append(run.seen())
+        seen.append(run.seen(looks=not interrupted))
         if interrupted and t in script.cuts:
             run.resume()
     run.optimizer.synchronise()
