@@ -115,7 +115,8 @@ class StatefulOptimizer(ArenaOptimizer):
     def residual_state_dict(self) -> dict[str, Any]:
         """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other local state.
 
-        The tensors are the optimizer's own, not copies.
+        The tensors are the optimizer's own, not copies, and hold residuals until the next step: what a step leaves in them may still
+        have to be taken off, which the next call does. Clone or write what is to outlive a step.
         """
         return {**self._rank_layout(), "tensors": self._rank_state()}
 
