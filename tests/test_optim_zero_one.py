@@ -8,6 +8,7 @@ import dataclasses
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from optim_support import Problem, close, equal, joined, run_world, snapshot, su
 
 from lightning_onebit.checkpoint import Stamp, restore_residuals, write_shard
 from lightning_onebit.optim import Phase
+from lightning_onebit.optim.policies import ShrinkPolicy
 from lightning_onebit.optim.redistribute import Redistribution
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
@@ -261,6 +263,36 @@ def test_refreshes_begin_by_themselves_as_the_oracle_says(world: int, preconditi
         result["records"] = [r for r in result["records"] if not r.skipped]
     seen = [x for t, x in enumerate(seen) if t not in {b[0] for b in made.broken}]
     assert_follows(results, made, simulated, seen)
+
+
+def test_the_exchange_before_a_refresh_is_forgotten_with_it() -> None:
+    """Where lr is 0 after a refresh nothing is exchanged, and nothing counts; so an interrupted run goes on with the same average."""
+    options: dict[str, Any] = {"block_size": 32, "var_freeze_step": 4, "var_update_scaler": 1, "refresh_steps": 2}
+    gaps: dict[str, Any] = {"local_step_scaler": 2, "local_step_clipper": 4}  # the refresh waits for a synchronisation
+    p, other = (torch.nn.Parameter(torch.ones(70)) for _ in range(2))
+    optimizer, resumed = (ZeroOneAdam([x], force_compression=True, **options, **gaps) for x in (p, other))
+    refreshing, ended = False, False
+    with mock.patch.multiple(ShrinkPolicy, WINDOW=2, FALL=0.999, LEAST=3):
+        for t in range(40):
+            p.grad = torch.full_like(p, 0.9**t)
+            optimizer.step()
+            ended = refreshing and not optimizer._refreshing
+            refreshing = optimizer._refreshing
+            if ended:
+                break
+        assert ended
+        other.data.copy_(p.data)
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        resumed.load_residual_state_dict(copy.deepcopy(optimizer.residual_state_dict()))
+        for x, either in ((p, optimizer), (other, resumed)):
+            for t in range(4):
+                x.grad = torch.ones_like(x)
+                either.param_groups[0]["lr"] = 0.0 if t < 2 else 0.01
+                either.step()
+                if t < 2:
+                    assert either._energy is None
+    assert optimizer.state_dict()["onebit"]["shrinking"] == resumed.state_dict()["onebit"]["shrinking"]
+    assert torch.equal(p, other)
 
 
 def test_what_does_not_shrink_is_bit_for_bit_a_run_without_refreshes() -> None:

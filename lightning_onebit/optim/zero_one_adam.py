@@ -487,6 +487,7 @@ class ZeroOneAdam(RefreshingAdam):
     def _end_refresh(self) -> None:
         """See the base; the gap between synchronisations takes back a doubling."""
         super()._end_refresh()
+        self._brought = []  # by the exchange before it, which says nothing about the steps after it
         self.sync_policy.step_back(self._steps, self._schedule_lr())
 
     def _exchanged_energy(self) -> Tensor | None:
@@ -653,6 +654,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _abandon_step(self) -> None:
         self._hidden = {}  # the weights that are shown are those the state that is loaded belongs to
+        self._brought = []
         super()._abandon_step()
 
     @property
