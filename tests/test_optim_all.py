@@ -392,30 +392,60 @@ def test_a_dense_newcomer_changes_nothing_for_the_others(algorithm: str, joins: 
     assert equal(run_world(beside_a_newcomer, 2, algorithm, joins, unfrozen), usual)
 
 
-def moving_worker(group: Any, rank: int, world: int, algorithm: str, late: bool) -> dict[str, Any]:
-    """A dense group joins after the freeze, before or after the ranks are arranged as two nodes."""
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_state_of_before_the_first_step_is_that_of_nobody(algorithm: str) -> None:
+    """Loading it lays nothing out, dense groups neither: who joins in the first step joins beside the same others as without it."""
+
+    def run(resumes: bool) -> Any:
+        params = [torch.nn.Parameter(torch.ones(70)) for _ in range(2)]
+        optimizer, loaded = (
+            CLASSES[algorithm]([{"params": params[:1]}, {"params": params[1:], "compress": False}], block_size=32)  # type: ignore[list-item]
+            for _ in range(2)
+        )
+        if resumes:
+            loaded.load_state_dict(optimizer.state_dict())
+            assert loaded.state_dict()["onebit"]["known"] == []
+        for t in range(3):
+            for k, p in enumerate(params):
+                p.grad = _draw(t, k, 0).repeat(2)[:70]
+            loaded.step()
+        books = loaded.state_dict()["onebit"]
+        del books["ledger"]
+        return books, *params
+
+    (books, *weights), (expected, *usual) = run(True), run(False)
+    assert books == expected and equal(weights, usual)
+
+
+def moving_worker(group: Any, rank: int, world: int, algorithm: str, late: bool, unfrozen: bool) -> dict[str, Any]:
+    """A dense group joins after the freeze, before or after the ranks are arranged as two nodes, or is ``unfrozen`` then."""
     same = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(40, generator=same)) for _ in range(3)]
     options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
     optimizer = CLASSES[algorithm](params[:2], **options)  # type: ignore[arg-type]
+    params[2].requires_grad_(not unfrozen)
+    if unfrozen:
+        optimizer.add_param_group({"params": params[2:], "compress": False})
     optimizer.configure_communication(group)
     for t in range(12):
         if t == 9:
-            if not late:
+            if not late and not unfrozen:
                 optimizer.add_param_group({"params": params[2:], "compress": False})
             optimizer.release_communication()
             optimizer.configure_communication(group, ranks_per_node=2)
-            if late:
+            if late and not unfrozen:
                 optimizer.add_param_group({"params": params[2:], "compress": False})
+            params[2].requires_grad_()
         for k, p in enumerate(params):
-            p.grad = _draw(t, k, rank)
+            p.grad = _draw(t, k, rank) if p.requires_grad else None
         optimizer.step()
     return snapshot(optimizer, params)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_a_dense_group_may_join_while_the_ranks_are_arranged_anew(algorithm: str) -> None:
-    before, after = (run_world(moving_worker, 4, algorithm, late) for late in (False, True))
+    before, after = (run_world(moving_worker, 4, algorithm, late, False) for late in (False, True))
+    assert equal(before, run_world(moving_worker, 4, algorithm, True, True))
     assert equal(before, after) and set(after[0]["state"]) == {0, 1, 2}
 
 

@@ -385,15 +385,14 @@ class ArenaOptimizer(torch.optim.Optimizer):
         if fixed and not self._in_its_world():
             # connected to another world since: cut everything anew (before newcomers, which have no state to save, are numbered)
             self._unpack_state(self._packed_state())
+        stays = self._plan_stays(newcomers)
+        known = self._known() if self._plan is not None else []
+        kept = {id(self._params[i]): self._state_of(i, dealt_anew=not stays) for i in known}
+        self._index(newcomers and not fixed, newcomers)
+        if stays:
+            self._layout_dense(kept)
         else:
-            stays = self._plan_stays(newcomers)
-            known = self._known() if self._plan is not None else []
-            kept = {id(self._params[i]): self._state_of(i, dealt_anew=not stays) for i in known}
-            self._index(newcomers and not fixed)
-            if stays:
-                self._layout_dense(kept)
-            else:
-                self._layout(kept)
+            self._layout(kept)
         if connect:
             self._connect()
         if self._transport is not None:
@@ -413,8 +412,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         joins = newcomers and any(p.requires_grad and id(p) not in known for p in compressed)
         return not joins and self._in_its_world() and all(b.device == self._device for b in self._buckets())
 
-    def _index(self, newcomers: bool = True) -> None:
-        """Numbers the parameters and deals them to the plan (``_slots``; ``newcomers=False``: known ones only) and to dense averaging."""
+    def _index(self, newcomers: bool, dense_newcomers: bool) -> None:
+        """Numbers the parameters and deals them to the plan (``_slots``) and to dense averaging, newcomers to either if they may join."""
         known = {id(self._params[i]) for i in self._known()}
         self._check_parameters([p for group in self.param_groups for p in group["params"] if id(p) not in known])
         counts = {id(p): t for p, t in zip(self._params, self._t, strict=True)}
@@ -428,7 +427,12 @@ class ArenaOptimizer(torch.optim.Optimizer):
             if self.param_groups[self._group_of[i]]["compress"] and (newcomers or id(self._params[i]) in known)
         ]
         self._slot_of = {i: slot for slot, i in enumerate(self._slots)}
-        self._dense = [i for i in trainable if not self.param_groups[self._group_of[i]]["compress"]]
+        self._dense = [
+            i
+            for i in trainable
+            if not self.param_groups[self._group_of[i]]["compress"]
+            and (dense_newcomers or id(self._params[i]) in known)
+        ]
         self._wire_bytes = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
         self._bound, self._members, self._lookups = {}, {}, Lookups()
         known_now = ((i, self._params[i]) for i in self._known())
