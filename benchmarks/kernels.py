@@ -275,7 +275,8 @@ class Step:
 
     def _residual(self, blocks: int) -> Residual:
         """As an optimizer has it, what full blocks owe is left to the next step; or every step goes over its blocks once more."""
-        return Residual.zeros(blocks, BLOCK, self.residuals, torch.device("cpu"), deferred=self.deferred)
+        made = self.kernels.residual(blocks, BLOCK, self.residuals, torch.device("cpu"))
+        return made if self.deferred else Residual(made.values)
 
     @property
     def reads(self) -> float:

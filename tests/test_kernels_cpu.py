@@ -101,7 +101,8 @@ def run_everything(
         """One of ordinary tensors, or one of which something may still have to be taken off."""
         if held is torch.bfloat16 or rng.random() < 0.5:
             return flat.to(held, copy=True)
-        return Residual(flat.clone(), hard(rng, flat.numel() // size).abs())
+        made = kernels.residual(flat.numel() // size, size, torch.float32, flat.device)
+        return Residual(flat.clone(), hard(rng, flat.numel() // size).abs(), made.settle)
 
     e, out = residual(flats[0]), Packed.empty(world, chunk, size)
     m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
@@ -273,7 +274,7 @@ def test_what_a_residual_owes_is_what_would_have_been_taken_off_at_once(
     full = bucket.lengths == size
     ones, half = torch.ones(bucket.blocks), torch.full((bucket.blocks,), 0.5)
     at_once = [torch.zeros(bucket.elements) for _ in "ed"]
-    deferred = [Residual.zeros(bucket.blocks, size, torch.float32, at_once[0].device, deferred=True) for _ in "ed"]
+    deferred = [kernels.residual(bucket.blocks, size, torch.float32, at_once[0].device) for _ in "ed"]
     bits = []
     for _ in range(5):
         g = torch.from_numpy(rng.standard_normal(bucket.elements).astype(np.float32))
@@ -407,7 +408,11 @@ def test_flush_to_zero_of_the_caller_changes_no_bit_and_stays_on(kernels: cpu.Cp
         ones = torch.ones(bucket.blocks)
         with threads(2):
             kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=ones, g=[inputs], e=e, out=out)
+            owing = kernels.residual(bucket.blocks, 2048, torch.float32, e.device)
+            kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=ones, g=[inputs], e=owing, out=out)
+            settled(owing)
         assert e.numpy().view(np.uint32).any(), "denormal residuals were flushed"
+        assert raw(owing.values) == raw(e), "denormal residuals were flushed as they were settled"
         assert float(torch.tensor([1e-40]) * 1.0) == 0.0, "the caller's mode was lost"
     finally:
         torch.set_flush_denormal(False)

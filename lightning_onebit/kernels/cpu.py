@@ -39,7 +39,7 @@ from lightning_onebit.kernels.common import CheckMap, check_carry, increment_ver
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
-from lightning_onebit.kernels.residual import Residual
+from lightning_onebit.kernels.residual import Residual, take_off
 
 log = logging.getLogger("lightning_onebit")
 
@@ -232,6 +232,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *_PAYLOAD,
         _FLOAT,
     ),
+    "settle": (_LONG, _LONG, _POINTER, _POINTER),
     "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, _POINTER, _POINTER),
@@ -395,7 +396,6 @@ class CpuKernels(ReferenceKernels):
     """
 
     name = "cpu"
-    defers = True
 
     def __init__(self) -> None:
         self._library = load(build())
@@ -411,7 +411,8 @@ class CpuKernels(ReferenceKernels):
         bucket = CheckMap(size, lengths)
         results = []
         for kernels in (ReferenceKernels(), self):
-            e, d = (Residual(flat.clone(), data[0, :3].abs()) for flat in data[:2])
+            settle = self._settle if kernels is self else take_off
+            e, d = (Residual(flat.clone(), data[0, :3].abs(), settle) for flat in data[:2])
             sent, reply = Packed.empty(1, 3, size), Packed.empty(1, 3, size)
             factors = data[4, :3].abs()
             kernels.compress(
@@ -493,6 +494,19 @@ class CpuKernels(ReferenceKernels):
         each = None if of_each is None else of_each.data_ptr()
         where = (numels.buffer_info()[0], addresses.buffer_info()[0], codes, result.data_ptr(), each)
         self._call("grad_stats", len(numels), *where)
+
+    def residual(self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Residual:
+        """Of fp32 it may owe, so that a block is gone over once."""
+        made = super().residual(blocks, block_size, dtype, device)
+        if dtype is not torch.float32:
+            return made
+        return Residual(made.values, torch.zeros(blocks, dtype=torch.float32, device=device), self._settle)
+
+    def _settle(self, values: Tensor, owed: Tensor) -> None:
+        blocks = owed.numel()
+        size = values.numel() // blocks
+        where = (_address(values, "values", blocks * size), _address(owed, "owed", blocks))
+        self._call("settle", size, blocks, *where)
 
     def compress(
         self,

@@ -1356,6 +1356,20 @@ EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in
   owed != nullptr ? run(Owing{}) : run(0.0f);
 }
 
+// values: an Owing residual; its blocks owe nothing afterwards
+EXPORT void onebit_settle(int threads, int64_t block_size, int64_t blocks, float* values, float* owed) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    for (int64_t block = first; block < last; ++block) {
+      float* const y = values + block * block_size;
+      const F<kNative> wide = splat<kNative>(owed[block]);
+      int64_t i = 0;
+      for (; i + kNative <= block_size; i += kNative) store<kNative>(y + i, residual_of<kNative>(load<kNative>(y + i), wide));
+      for (; i < block_size; ++i) y[i] = residual_of<1>(y[i], owed[block]);
+      owed[block] = 0.0f;
+    }
+  });
+}
+
 EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8_t* raw, int64_t stride, int64_t per_row,
                           const int32_t* lengths, float* out) {
   const Payload packed{raw, stride, per_row};

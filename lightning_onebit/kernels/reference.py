@@ -9,7 +9,7 @@ it nowhere alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -121,8 +121,6 @@ class ReferenceKernels:
     """Plain torch on any device. Slow on purpose where clarity asks for it; always available."""
 
     name = "reference"
-    #: whether compressing is cheaper where residuals may owe (see ``Residual``)
-    defers: ClassVar[bool] = False
 
     # ----- moving between parameters and flat buckets -----------------------------------------------------------------
 
@@ -191,6 +189,17 @@ class ReferenceKernels:
         return torch.stack(torch._foreach_norm([t.detach() for t in tensors], 2, torch.float64))
 
     # ----- the error-compensated compressor ---------------------------------------------------------------------------
+
+    def residual(self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Residual:
+        """A residual of zeros in the form in which this backend keeps it; ``compress`` and ``reduce`` take any.
+
+        Args:
+            blocks: of it.
+            block_size: elements of a block.
+            dtype: fp32 or bf16.
+            device: where it lies.
+        """
+        return Residual(torch.zeros(blocks * block_size, dtype=dtype, device=device))
 
     def compress(
         self,

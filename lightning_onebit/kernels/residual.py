@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 CHUNK = 1 << 20  # elements that are settled at a time, so that no temporary has the size of the model
+
+
+def take_off(values: Tensor, owed: Tensor) -> None:
+    """``values -= (+-owed)``, block by block, with the signs of the values (flat over blocks; fp32 ``(blocks,)``); then nothing is owed."""
+    blocks = values.view(owed.numel(), -1)
+    at_a_time = max(1, CHUNK // max(1, blocks.shape[1]))
+    for part, scales in zip(blocks.split(at_a_time), owed.split(at_a_time), strict=True):
+        part.sub_(torch.copysign(scales[:, None], part))
+    owed.zero_()
 
 
 @dataclass(frozen=True)
@@ -21,37 +31,27 @@ class Residual:
     Attributes:
         values: flat over blocks, fp32 or bf16; 0 on padding.
         owed: fp32 ``(blocks,)``; None: always settled, as bf16 residuals are, in which ``y`` has no room.
+        settle: what settles it.
     """
 
     values: Tensor
     owed: Tensor | None = None
+    settle: Callable[[Tensor, Tensor], None] = take_off
     _parts: dict[tuple[int, int], Residual] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    @classmethod
-    def zeros(
-        cls, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device, *, deferred: bool
-    ) -> Residual:
-        """No residual yet. ``deferred``: it may owe (of a bf16 one it makes no difference)."""
-        values = torch.zeros(blocks * block_size, dtype=dtype, device=device)
-        may_owe = deferred and dtype is torch.float32
-        return cls(values, torch.zeros(blocks, dtype=torch.float32, device=device) if may_owe else None)
 
     def part(self, first: int, last: int, block_size: int) -> Residual:
         """Blocks ``[first, last)`` as a view; the same one at every call."""
         part = self._parts.get((first, last))
         if part is None:
             values = self.values[first * block_size : last * block_size]
-            part = self._parts[first, last] = Residual(values, None if self.owed is None else self.owed[first:last])
+            owed = None if self.owed is None else self.owed[first:last]
+            part = self._parts[first, last] = Residual(values, owed, self.settle)
         return part
 
     def settled(self) -> Tensor:
         """The values, after what they owe has been taken off them."""
         if self.owed is not None and self.owed.numel():
-            blocks = self.values.view(self.owed.numel(), -1)
-            at_a_time = max(1, CHUNK // max(1, blocks.shape[1]))
-            for values, owed in zip(blocks.split(at_a_time), self.owed.split(at_a_time), strict=True):
-                values.sub_(torch.copysign(owed[:, None], values))
-            self.owed.zero_()
+            self.settle(self.values, self.owed)
         return self.values
 
 

@@ -569,13 +569,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
     def _no_residual(self, share: int) -> Residual:
         """Zeros for one of ``share`` equal parts of all blocks."""
-        return Residual.zeros(
-            self._known_plan().blocks // share,
-            self.options.block_size,
-            getattr(torch, self.options.residual_dtype),
-            self._device,
-            deferred=self._kernels.defers,
-        )
+        dtype: torch.dtype = getattr(torch, self.options.residual_dtype)
+        return self._kernels.residual(self._known_plan().blocks // share, self.options.block_size, dtype, self._device)
 
     def _residual_of(self, bucket: Bucket) -> Residual:
         return _part(self._worker_residual, bucket, self._ranks().ranks_per_node)
