@@ -203,7 +203,7 @@ class Seen:
             return self.input_bytes * (n - 1)
         if self.op == "all_reduce":
             return 2 * self.input_bytes * (n - 1) // n
-        raise NotImplementedError(f"bytes of {self.op}")
+        raise ValueError(f"op={self.op!r} is no collective of the exchange; give its bytes here if it is to be one")
 
 
 # methods of ProcessGroup (names of old and new torch releases) -> (name here, position of the input among the arguments)
