@@ -711,7 +711,7 @@ def studies() -> dict[str, list[Chain]]:
             digits("onebit_adam", also=((64, False, MANY_SEEDS),), also_rungs=(1,)),
             digits("zero_one_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(1,)),
             digits("zero_one_adam", also=((64, False, MANY_SEEDS),), also_rungs=(-1,)),
-            sharp("lamb", 1, seeds=ALL_SEEDS, also=((1, False, ALL_SEEDS),), also_rungs=(-0.5, 0, 0.5)),
+            sharp("lamb", 1, seeds=ALL_SEEDS, also=((1, False, TWICE_ALL),), also_rungs=(-0.5, 0, 0.5)),
             sharp(
                 "onebit_lamb",
                 seeds=ALL_SEEDS,
@@ -722,7 +722,7 @@ def studies() -> dict[str, list[Chain]]:
             # in other worlds more seeds, at the better lr only, and with 64 workers its neighbours
             sharp(
                 "onebit_lamb",
-                also=((4, True, ALL_SEEDS), (16, False, ALL_SEEDS), (64, False, THREE_DOZEN)),
+                also=((4, True, TWICE_ALL), (4, False, TWICE_ALL), (16, False, ALL_SEEDS), (64, False, THREE_DOZEN)),
                 also_rungs=(-0.5,),
             ),
             sharp("onebit_lamb", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1, 0)),
