@@ -422,10 +422,13 @@ class OnebitMixin(_Base):
         self._check_ownership()
         self._check_clipping(trainer)
         self._settle_freeze(trainer)
-        if not _connected():
-            return
         run = self._run
         assert run is not None
+        run.optimizers = [id(optimizer) for optimizer in self.onebit_optimizers]
+        if not _connected():
+            return
+        if run.dense is not None:
+            run.dense.close()  # the program sets its optimizers up anew, within a fit
         # a backward of the module's own may look at gradients, or change them, before it ends
         overlap = self._overlap_dense and not _has_own_backward(self.lightning_module)
         names: dict[Tensor, str] = {p: name for name, p in self.lightning_module.named_parameters()}
@@ -671,6 +674,11 @@ class OnebitMixin(_Base):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         sync, run = self._sync_backward, self._run
+        if run is not None and run.optimizers != [id(optimizer) for optimizer in self.onebit_optimizers]:
+            raise self._misconfiguration(
+                "the Trainer's optimizers are not those that the strategy has set up, so nobody would average their gradients: make "
+                "new ones in `configure_optimizers` and call `trainer.strategy.setup_optimizers(trainer)` on all ranks."
+            )
         # toggled off altogether, as the other network of a GAN: nothing will arrive, on any rank, and step() averages what is left of
         # earlier backwards
         concerned = [optimizer for optimizer in self.onebit_optimizers if optimizer.trains]
@@ -953,6 +961,8 @@ class _Run:
     """What lives from ``setup()`` to ``teardown()``."""
 
     groups: list[dist.ProcessGroup] = field(default_factory=list)
+    # ids of the compressed optimizers that were set up
+    optimizers: list[int] = field(default_factory=list)
     buffers: _BufferSync | None = None
     dense: _DenseAverage | None = None
 
@@ -1021,6 +1031,7 @@ class _DenseAverage:
     ) -> None:
         ignored = _ignored(module)
         self._parameters = [p for name, p in module.named_parameters() if name not in ignored]
+        self._names = {p: name for name, p in module.named_parameters()}
         self._compressed = compressed
         self._connect = connect
         self._overlap = overlap
@@ -1038,6 +1049,12 @@ class _DenseAverage:
 
     def finish(self) -> None:
         """Call after it: ``.grad`` is the average over ranks."""
+        for p in self._averaged:
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"{self._names[p]} has a sparse gradient; the strategy averages dense gradients only (build the layer with "
+                    "sparse=False)"
+                )
         # toggled off altogether, as the other network of a GAN: nothing has arrived, on any rank
         if self._reducer is not None and any(p.requires_grad for p in self._averaged):
             self._reducer.finish()

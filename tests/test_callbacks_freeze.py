@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_trainer import FakeTrainer, onebit_adam
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lightning_onebit.callbacks.freeze import (
@@ -406,7 +406,8 @@ def test_one_rising_group_is_enough_and_a_new_group_is_no_rise() -> None:
 # -------------------------------------------------------------------------------------------------------- stability rule
 
 
-@settings(max_examples=200, deadline=None)
+# Hypothesis 6.100 finds 300 norms too many to begin with.
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.large_base_example])
 @given(
     window=st.integers(1, 70),
     earliest=st.integers(1, 60),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
     ConstantLR,
@@ -130,6 +131,8 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_follow_without_a_warning_and_give_the_same_learning_rates(name: str) -> None:
+    if name == "nested" and Version(torch.__version__) < Version("2.6"):
+        pytest.skip("torch 2.5 cannot put a ChainedScheduler into a SequentialLR")
     plain = torch.optim.AdamW([{"params": p, "lr": lr} for p, lr in zip(parameters(), (0.1, 0.01), strict=True)])
     reference = torch.optim.AdamW([{"params": p, "lr": lr} for p, lr in zip(parameters(), (0.1, 0.01), strict=True)])
     scheduler, expected = SCHEDULERS[name](plain), SCHEDULERS[name](reference)
@@ -140,6 +143,8 @@ def test_schedulers_follow_without_a_warning_and_give_the_same_learning_rates(na
     rates = []
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        # torch 2.5's own SequentialLR calls step(0) at a milestone
+        warnings.filterwarnings("ignore", message="The epoch parameter in")
         for seed in range(8):
             step(made, seed)
             scheduler.step(*([1.0] if name == "plateau" else []))

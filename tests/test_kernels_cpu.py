@@ -530,6 +530,25 @@ def test_a_forked_child_computes_with_threads_of_its_own(kernels: cpu.CpuKernels
                 child.kill()
 
 
+def test_a_forked_child_may_be_the_first_to_call_a_kernel_with_threads() -> None:
+    """The parent has loaded the kernels, and torch has used its team, which the child does not have."""
+    program = """
+import os, signal, torch
+from lightning_onebit.kernels import get_backend
+torch.set_num_threads(2)
+kernels, values = get_backend("cpu", "cpu"), torch.randn(1_000_000)
+(values * 2 + values).sum()
+child = os.fork()
+if child == 0:
+    signal.alarm(60)  # ends it if it hangs
+    kernels.grad_stats([values])
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, "the child hangs"
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120, env=environment)
+
+
 # ----- building ------------------------------------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from harness import run_ranks
+from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_support import (
     differing,
@@ -19,6 +20,7 @@ from lightning_support import (
     norm_net,
     plain_net,
     quiet_trainer,
+    resumes_within_epochs,
     same_on_all_ranks,
     strategy_class,
 )
@@ -174,6 +176,7 @@ def refreshing_rank(rank: int, world: int, folder: str, algorithm: str) -> dict[
     return {**found, "resumed": differing(*ends)}
 
 
+@resumes_within_epochs
 @pytest.mark.parametrize("algorithm", REFRESHING)
 def test_refreshes_with_the_trainer_and_a_resume_in_the_middle_of_one(tmp_path: Any, algorithm: str) -> None:
     for result in run_ranks(refreshing_rank, 2, str(tmp_path), algorithm):
@@ -458,6 +461,9 @@ def test_a_training_step_that_fails_between_local_steps_leaves_and_saves_the_sha
         assert found == {"between synchronisations": True, "different": [], "resumed": []}
 
 
+@pytest.mark.skipif(
+    not hasattr(lightning_callbacks, "EMAWeightAveraging"), reason="EMAWeightAveraging came with Lightning 2.6"
+)
 def test_weight_averaging_callbacks_average_the_model_that_ranks_share() -> None:
     for result in run_ranks(looking_rank, 2, True, 1, True):
         assert result["different"] == [] and result["mid_local"] > 1

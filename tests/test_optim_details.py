@@ -533,3 +533,35 @@ def test_residuals_owe_their_scales_from_step_to_step_and_nobody_sees_it() -> No
 def _owing_blocks(optimizer: Any) -> int:
     residuals = (optimizer._worker_residual, optimizer._server_residual)
     return sum(int((residual.owed != 0).sum()) for residual in residuals if residual.owed is not None)
+
+
+# ----- memory formats -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", [OnebitAdam, OnebitLamb, ZeroOneAdam, BinSGDM])
+def test_residuals_of_another_memory_format_are_refused(algorithm: Any) -> None:
+    """Blocks are cut in memory order, so a rank's own state of a channels_last model fits no contiguous one."""
+
+    def trained(memory_format: torch.memory_format) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Conv2d(4, 6, 3).to(memory_format=memory_format)
+        freeze = {"BinSGDM": {}, "ZeroOneAdam": {"var_freeze_step": 2}}.get(algorithm.__name__, {"freeze_step": 2})
+        optimizer = algorithm(model.parameters(), lr=1e-2, block_size=32, force_compression=True, **freeze)
+        for step in range(4):
+            torch.manual_seed(step)
+            model(torch.randn(2, 4, 8, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model, optimizer
+
+    _, saved = trained(torch.channels_last)
+    residuals = saved.residual_state_dict()
+    _, alike = trained(torch.channels_last)
+    alike.load_state_dict(saved.state_dict())
+    alike.load_residual_state_dict(residuals)
+    _, other = trained(torch.contiguous_format)
+    other.load_state_dict(saved.state_dict())
+    with pytest.raises(ValueError, match="strides"):
+        other.load_residual_state_dict(residuals)
+    # a state of the releases that did not say it is taken at its word
+    alike.load_residual_state_dict({name: value for name, value in residuals.items() if name != "strides"})

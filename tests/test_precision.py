@@ -16,6 +16,7 @@ from lightning_support import (
     make_module,
     plain_net,
     quiet_trainer,
+    resumes_within_epochs,
     same_on_all_ranks,
     strategy_class,
 )
@@ -209,6 +210,7 @@ def resume_rank(rank: int, world: int, folder: str, algorithm: str) -> dict[str,
     }
 
 
+@resumes_within_epochs
 @pytest.mark.parametrize("algorithm", list(OPTIONS))
 def test_the_scaler_resumes_with_everything_else(tmp_path: Path, algorithm: str) -> None:
     for found in run_ranks(resume_rank, 2, str(tmp_path), algorithm):

@@ -94,6 +94,12 @@ def compressed_optimizers(callback: Any, trainer: Any) -> Sequence[Any]:
     return optimizers
 
 
+def set_up_anew(trainer: Any, watched: Sequence[Any]) -> bool:
+    """Whether the program has set its optimizers up anew since a callback began to watch them (``strategy.setup_optimizers(trainer)``)."""
+    now = trainer.strategy.onebit_optimizers
+    return bool(now) and [id(optimizer) for optimizer in now] != [id(optimizer) for optimizer in watched]
+
+
 def optimizer_name(index: int, count: int, optimizer: Any) -> str:
     """How messages call an optimizer: its class, with its number where there are several."""
     name = type(optimizer).__name__

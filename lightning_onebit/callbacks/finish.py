@@ -1,4 +1,4 @@
-"""What the strategy adds to a Trainer so that training ends with the model of all ranks (0/1 Adam)."""
+"""What the strategy adds to a Trainer so that batches and training end with the model of all ranks (0/1 Adam)."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ from typing import Any
 
 
 class FinalSynchronisationMixin:
-    """Synchronises replicas that differ, before any other callback's ``on_train_end``.
+    """Shows and synchronises the shared model, before any other callback looks.
 
     The strategy puts it in front of all callbacks where ranks take steps of their own. A hook of the strategy would come too late:
     Lightning calls callbacks first.
     """
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Shows the model that all ranks share where a batch made no step (an ``optimizer_step`` that only calls its closure)."""
+        trainer.strategy._show_consensus()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Brings the replicas together. Collective; reached by all ranks, as ``on_train_end`` is."""

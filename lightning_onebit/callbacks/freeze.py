@@ -17,6 +17,7 @@ from lightning_onebit.callbacks._common import (
     compressed_optimizers,
     misconfiguration,
     optimizer_name,
+    set_up_anew,
     stepped_batches,
 )
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
@@ -249,6 +250,7 @@ class VarianceFreezeMixin:
         self.added_by_strategy = False
         self._check_options()
         self._watches: list[_Watch] = []
+        self._watched: list[Any] = []
         self._restored: list[dict[str, Any]] = []
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -287,7 +289,8 @@ class VarianceFreezeMixin:
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Starts watching the optimizers; by now a checkpoint's optimizer state has been loaded."""
         self._release()
-        optimizers = compressed_optimizers(self, trainer)
+        self._watches = []
+        optimizers = self._watched = list(compressed_optimizers(self, trainer))
         for index, optimizer in enumerate(optimizers):
             restored = self._restored[index] if index < len(self._restored) else None
             # An optimizer that was made for a second fit() starts at 0 while the Trainer goes on counting.
@@ -312,6 +315,11 @@ class VarianceFreezeMixin:
                     self._freeze(watch, optimizer)
         self._restored = []
 
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Watches the new optimizers where the program has set them up anew."""
+        if set_up_anew(trainer, self._watched):
+            self.on_train_start(trainer, pl_module)
+
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Stops watching."""
         self._release()
@@ -323,7 +331,7 @@ class VarianceFreezeMixin:
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stops watching and forgets the optimizers: another fit() brings its own."""
         self._release()
-        self._watches = []
+        self._watches, self._watched = [], []
 
     def state_dict(self) -> dict[str, Any]:
         """The history that the automatic rule decides from, per optimizer: plain numbers."""

@@ -21,6 +21,7 @@ from lightning_onebit.callbacks._common import (
     loss_of,
     misconfiguration,
     optimizer_name,
+    set_up_anew,
 )
 from lightning_onebit.comm import StepRecord
 from lightning_onebit.metrics import (
@@ -213,6 +214,11 @@ class CompressionStatsMixin:
                 trainer,
                 f"CompressionStats(trust_ratios_per_layer=True) needs 1-bit LAMB, but the optimizers are {kinds}: leave it out.",
             )
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Watches the new optimizers where the program has set them up anew; the bytes of earlier ones leave the totals."""
+        if set_up_anew(trainer, [watch.optimizer for watch in self._watches]):
+            self.on_train_start(trainer, pl_module)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Starts watching the optimizers; by now a checkpoint's ledgers have been loaded."""

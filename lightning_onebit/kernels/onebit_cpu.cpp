@@ -333,6 +333,7 @@ class Pool {
 };
 
 std::atomic<bool> use_openmp{true};
+const pid_t loaded_by = getpid();  // as the library is loaded: at the first call it could be a child's already
 
 // Runs work(context) in `threads` threads at once, this one included.
 //
@@ -342,7 +343,6 @@ std::atomic<bool> use_openmp{true};
 void run_team(int threads, void (*work)(void*), void* context) {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
   static const Parallel openmp = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
-  static const pid_t loaded_by = getpid();
   if (use_openmp && openmp != nullptr && getpid() == loaded_by) return openmp(work, context, static_cast<unsigned>(threads), 0);
 
   static std::mutex guard;

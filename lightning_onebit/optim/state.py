@@ -133,6 +133,11 @@ class StatefulOptimizer(ArenaOptimizer):
             "rank": ranks.rank,
             "block_size": self.options.block_size,
             "numels": [self._params[i].numel() for i in self._slots],
+            # blocks are cut in memory order
+            "strides": [
+                [stride for stride, size in zip(p.stride(), p.shape, strict=True) if size != 1]
+                for p in (self._params[i] for i in self._slots)
+            ],
             "bucket_blocks": [bucket.blocks for bucket in self._plan.buckets] if self._plan is not None else [],
         }
 
@@ -149,6 +154,8 @@ class StatefulOptimizer(ArenaOptimizer):
         keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "preconditioned"]
         if state["tensors"]:  # before its first step an optimizer has no blocks, and nothing to load
             keys += ["numels", "bucket_blocks"]
+            if "strides" in state:  # (states of earlier releases do not say it)
+                keys.append("strides")
         for key in keys:
             theirs, ours = state.get(key, False), mine.get(key, False)
             if theirs != ours:
