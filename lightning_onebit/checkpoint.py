@@ -401,13 +401,7 @@ def _states_for(
 
 def _fits(state: dict[str, Any], own: dict[str, Any], optimizer: OnebitOptimizer) -> bool:
     """Whether an optimizer that describes itself as ``own`` can load this state as it is."""
-    untold = {} if "strides" in state else {"strides": 0}  # (states of earlier releases)
-    free = {
-        "tensors": 0,
-        "shared_weights": 0,
-        **untold,
-        **({"preconditioned": False} if optimizer.converts_residuals else {}),
-    }
+    free = {"tensors": 0, "shared_weights": 0, **({"preconditioned": False} if optimizer.converts_residuals else {})}
     return {**state, **free} == {**own, **free}
 
 

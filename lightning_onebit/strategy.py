@@ -424,7 +424,7 @@ class OnebitMixin(_Base):
         self._settle_freeze(trainer)
         run = self._run
         assert run is not None
-        run.optimizers = [id(optimizer) for optimizer in self.onebit_optimizers]
+        run.optimizers = self.onebit_optimizers
         if not _connected():
             return
         if run.dense is not None:
@@ -674,7 +674,7 @@ class OnebitMixin(_Base):
         self.pre_backward(closure_loss)
         closure_loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
         sync, run = self._sync_backward, self._run
-        if run is not None and run.optimizers != [id(optimizer) for optimizer in self.onebit_optimizers]:
+        if run is not None and run.optimizers != self.onebit_optimizers:
             raise self._misconfiguration(
                 "the Trainer's optimizers are not those that the strategy has set up, so nobody would average their gradients: make "
                 "new ones in `configure_optimizers` and call `trainer.strategy.setup_optimizers(trainer)` on all ranks."
@@ -961,8 +961,8 @@ class _Run:
     """What lives from ``setup()`` to ``teardown()``."""
 
     groups: list[dist.ProcessGroup] = field(default_factory=list)
-    # ids of the compressed optimizers that were set up
-    optimizers: list[int] = field(default_factory=list)
+    # the compressed ones that were set up
+    optimizers: list[OnebitOptimizer] = field(default_factory=list)
     buffers: _BufferSync | None = None
     dense: _DenseAverage | None = None
 
@@ -1030,8 +1030,7 @@ class _DenseAverage:
         overlap: bool,
     ) -> None:
         ignored = _ignored(module)
-        self._parameters = [p for name, p in module.named_parameters() if name not in ignored]
-        self._names = {p: name for name, p in module.named_parameters()}
+        self._names = {p: name for name, p in module.named_parameters() if name not in ignored}
         self._compressed = compressed
         self._connect = connect
         self._overlap = overlap
@@ -1064,7 +1063,7 @@ class _DenseAverage:
         if owned != self._owned:
             self._owned = owned
             theirs = {id(p) for p in _parameters(self._compressed)}
-            self._candidates = [p for p in self._parameters if id(p) not in theirs]
+            self._candidates = [p for p in self._names if id(p) not in theirs]
         if not self._candidates:
             wanted = []
         else:

@@ -145,7 +145,7 @@ def same_on_all_ranks(tensors: dict[str, Tensor]) -> list[str]:
             continue
         copies = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
         dist.all_gather(copies, tensor.detach().contiguous())
-        if not all(torch.equal(copies[0].view(-1), other.view(-1)) for other in copies):
+        if not all(torch.equal(copies[0].reshape(-1), other.reshape(-1)) for other in copies):
             different.append(name)
     return different
 

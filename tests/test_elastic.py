@@ -109,6 +109,7 @@ def test_server_residuals_are_cut_anew_exactly_and_the_mean_of_worker_residuals_
     [
         ({"block_size": 64}, "block_size=64"),
         ({"numels": [5]}, r"numels=\[5\]"),
+        ({"strides": [[1, 20]]}, r"strides=\[\[1, 20\]\]"),
         ({"algorithm": "binsgdm"}, "algorithm='binsgdm'"),
         ({"steps": 6}, "steps=6"),
         ({"tensors": {"aura": torch.zeros(3)}}, "'aura' of a rank is unknown"),
@@ -263,7 +264,14 @@ def test_two_ranks_then_one_then_two_keep_the_mean_of_the_residuals(algorithm: s
 # ----- shards that are missing or damaged -----------------------------------------------------------------------------------------
 
 
-def lost_rank(rank: int, world: int, path: str, strict: bool) -> dict[str, Any]:
+def transposed_net() -> torch.nn.Module:
+    """``norm_net`` with a weight in another memory order."""
+    net = norm_net()
+    net[0].weight = torch.nn.Parameter(net[0].weight.detach().t().contiguous().t())
+    return net
+
+
+def lost_rank(rank: int, world: int, path: str, strict: bool, net: Any = norm_net) -> dict[str, Any]:
     pl = enter(rank)
     found: dict[str, Any] = {}
 
@@ -272,7 +280,7 @@ def lost_rank(rank: int, world: int, path: str, strict: bool) -> dict[str, Any]:
         found["residuals"] = sum(float(t.abs().sum()) for t in optimizer.residual_state_dict()["tensors"].values())
 
     strategy = strategy_class()("onebit_adam", block_size=64, strict_residuals=strict, **OPTIONS["onebit_adam"])
-    module = make_module(pl, configure, norm_net, training_step=training_step, on_train_start=on_train_start)
+    module = make_module(pl, configure, net, training_step=training_step, on_train_start=on_train_start)
     trainer = quiet_trainer(pl, strategy, max_steps=9, max_epochs=20)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -304,6 +312,17 @@ def test_lost_shards_are_a_warning_and_zero_residuals_or_an_error_when_strict(
     # another world needs all of them
     for found in run_ranks(lost_rank, 3, path, True):
         assert found["error"].startswith("ShardError: strict_residuals=True") and reason in found["error"]
+
+
+def test_shards_of_another_memory_order_count_as_missing(tmp_path: Path) -> None:
+    """Blocks are cut in memory order: residuals would land on other elements, on as many ranks or on others."""
+    path = str(tmp_path / "x.ckpt")
+    run_ranks(elastic_rank, 2, "onebit_adam", None, 7, None, path)
+    for found in run_ranks(lost_rank, 2, path, False, transposed_net):
+        assert found["residuals"] == 0 and found["different"] == [] and "error" not in found
+    for world in (2, 3):
+        for found in run_ranks(lost_rank, world, path, True, transposed_net):
+            assert found["error"].startswith("ShardError: strict_residuals=True") and "strides=" in found["error"]
 
 
 # ----- plain DDP with AdamW, and back ---------------------------------------------------------------------------------------------

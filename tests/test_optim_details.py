@@ -563,5 +563,3 @@ def test_residuals_of_another_memory_format_are_refused(algorithm: Any) -> None:
     other.load_state_dict(saved.state_dict())
     with pytest.raises(ValueError, match="strides"):
         other.load_residual_state_dict(residuals)
-    # a state of the releases that did not say it is taken at its word
-    alike.load_residual_state_dict({name: value for name, value in residuals.items() if name != "strides"})

@@ -97,7 +97,7 @@ def compressed_optimizers(callback: Any, trainer: Any) -> Sequence[Any]:
 def set_up_anew(trainer: Any, watched: Sequence[Any]) -> bool:
     """Whether the program has set its optimizers up anew since a callback began to watch them (``strategy.setup_optimizers(trainer)``)."""
     now = trainer.strategy.onebit_optimizers
-    return bool(now) and [id(optimizer) for optimizer in now] != [id(optimizer) for optimizer in watched]
+    return bool(now) and now != list(watched)
 
 
 def optimizer_name(index: int, count: int, optimizer: Any) -> str:

@@ -80,8 +80,7 @@ class Redistribution:
         """
         if self._converts and not theirs.get("preconditioned", False):
             self._mine.pop("preconditioned", None)  # what result() says is how it was saved
-        told = ["strides"] if "strides" in theirs else []  # (states of earlier releases do not say it)
-        for key in ("algorithm", "steps", "block_size", "numels", "preconditioned", *told):
+        for key in ("algorithm", "steps", "block_size", "numels", "strides", "preconditioned"):
             saved, wanted = theirs.get(key, False), self._mine.get(key, False)
             if saved != wanted:
                 raise ValueError(

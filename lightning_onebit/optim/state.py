@@ -153,9 +153,7 @@ class StatefulOptimizer(ArenaOptimizer):
         mine = self._rank_layout()
         keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "preconditioned"]
         if state["tensors"]:  # before its first step an optimizer has no blocks, and nothing to load
-            keys += ["numels", "bucket_blocks"]
-            if "strides" in state:  # (states of earlier releases do not say it)
-                keys.append("strides")
+            keys += ["numels", "strides", "bucket_blocks"]
         for key in keys:
             theirs, ours = state.get(key, False), mine.get(key, False)
             if theirs != ours:
