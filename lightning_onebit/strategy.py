@@ -961,7 +961,7 @@ class _Run:
     """What lives from ``setup()`` to ``teardown()``."""
 
     groups: list[dist.ProcessGroup] = field(default_factory=list)
-    # the compressed ones that were set up
+    # the compressed optimizers that were set up
     optimizers: list[OnebitOptimizer] = field(default_factory=list)
     buffers: _BufferSync | None = None
     dense: _DenseAverage | None = None
