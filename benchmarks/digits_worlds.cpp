@@ -17,17 +17,17 @@ constexpr int kInputs = 100, kHidden = 96, kUpper = 48, kClasses = 10, kTensors 
 constexpr int kOffset[kTensors + 1] = {0, 9600, 9696, 14304, 14352, 14832, 14842};  // weights and biases of three layers
 constexpr int kSize = kOffset[kTensors];
 constexpr int kBlock = 2048;
-constexpr double kBeta1 = 0.9, kBeta2 = 0.999, kEps = 1e-8, kFloor = 0.1;
+constexpr double kBeta1 = 0.9, kBeta2 = 0.999, kEps = 1e-8;
 constexpr int kRefreshSteps = 4;
 
-enum Algorithm { kAdamW, kLamb, kOnebitAdam, kOnebitLamb, kZeroOneAdam };
+enum Algorithm { kAdamW, kLamb, kOnebitAdam, kOnebitLamb, kZeroOneAdam, kBinSGDM };
 
 }  // namespace
 
 // of digits_worlds.py, field by field
 struct Config {
   double algorithm, lr, weight_decay, steps, workers, batch, freeze_step, scale_factor;
-  double var_update_scaler, var_rise_steps, local_step_scaler, local_step_clipper;
+  double var_update_scaler, var_rise_steps, local_step_scaler, local_step_clipper, denominator_floor, beta, magnitude_beta, seed;
 };
 
 namespace {
@@ -88,6 +88,35 @@ double norm(const Vec& values, int tensor) {
   return std::sqrt(sum);
 }
 
+// BinSGDM's draws (docs/algorithms.md): a hash of seed, rank, stream and element, turned further by a fixed part in every step.
+struct Draws {
+  static uint32_t mix(uint32_t h) {
+    h = (h ^ (h >> 16)) * 0x7FEB352Du;
+    h = (h ^ (h >> 15)) * 0x846CA68Bu;
+    return h ^ (h >> 16);
+  }
+
+  // The start of a stream, of all elements. Blocks are numbered from the last parameter on.
+  static void begin(uint64_t seed, uint64_t rank, uint64_t stream, uint32_t* out) {
+    uint64_t state = 0;
+    for (uint64_t field : {seed, uint64_t{0}, rank, stream}) {
+      uint64_t z = state += field + 0x9E3779B97F4A7C15u;
+      z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+      z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+      state = z ^ (z >> 31);
+    }
+    uint32_t block = 0;
+    for (int k = kTensors - 1; k >= 0; k--)
+      for (int lo = kOffset[k]; lo < kOffset[k + 1]; lo += kBlock, block++) {
+        const uint32_t start = mix(block ^ static_cast<uint32_t>(state));
+        for (int j = lo; j < std::min(lo + kBlock, kOffset[k + 1]); j++)
+          out[j] = mix((start + static_cast<uint32_t>(j - lo) * 0x9E3779B9u) ^ static_cast<uint32_t>(state >> 32));
+      }
+  }
+
+  static float uniform(uint32_t h) { return static_cast<float>(static_cast<int32_t>(2 * (h >> 9) + 1) - (1 << 23)) * 0x1p-23f; }
+};
+
 // When frozen second moments are refreshed (docs/freeze.md): the energy of exchanged steps has fallen to 0.8 of its highest.
 struct Shrinking {
   double mean = 0, highest = 0, pending = -1;
@@ -120,6 +149,7 @@ class World {
       case kOnebitAdam:
       case kOnebitLamb: run_frozen(); break;
       case kZeroOneAdam: run_zero_one(); break;
+      case kBinSGDM: run_binsgdm(); break;
     }
   }
 
@@ -209,7 +239,7 @@ class World {
       double total = 0;
       int count = 0;
       for (int j = kOffset[k]; j < kOffset[k + 1]; j++) total += v[j], count += v[j] != 0;
-      const float typical = static_cast<float>(count ? total / count : 0), least = static_cast<float>(typical * kFloor * kFloor);
+      const float typical = static_cast<float>(count ? total / count : 0), least = static_cast<float>(typical * config_.denominator_floor * config_.denominator_floor);
       for (int j = kOffset[k]; j < kOffset[k + 1]; j++) {
         const float value = v[j] == 0 ? typical : std::max(v[j], least);
         r[j] = typical > 0 ? 1 / (std::sqrt(value / correction) + static_cast<float>(kEps)) : 0;
@@ -465,6 +495,60 @@ class World {
       if (interval_ < 0 && shrinking_.due(energy, unrefreshed_)) interval_ = unrefreshed_ + (since > 0);
     }
     if (since > 0) x = anchor;
+  }
+
+  // ----- BinSGDM --------------------------------------------------------------------------------------------------
+
+  static double share(double beta, int t) { return (1 - beta) / (1 - std::pow(beta, t)); }
+
+  void run_binsgdm() {
+    constexpr uint32_t kTurn = 0xC13FA9A9u;  // of a worker's draw in one step
+    const uint64_t seed = static_cast<uint64_t>(config_.seed);
+    const size_t total = static_cast<size_t>(n_) * kSize;
+    Vec momenta(total, 0.f), magnitudes(total, 0.f);
+    std::vector<uint32_t> draws(total), first(kSize);
+    std::vector<char> live(kSize, 0);
+    for (int rank = 0; rank < n_; rank++) Draws::begin(seed, rank, 1, &draws[static_cast<size_t>(rank) * kSize]);
+    Draws::begin(seed, 0, 2, first.data());
+    for (int j = 0; j < kSize; j++) server_[j] = Draws::uniform(first[j]);
+    for (begin(0); step_ < config_.steps; begin(step_ + 1)) {
+      const int t = step_ + 1;
+      const float new_m = static_cast<float>(share(config_.beta, t)), old_m = static_cast<float>(1 - share(config_.beta, t));
+      const float new_a = static_cast<float>(share(config_.magnitude_beta, t)), old_a = static_cast<float>(1 - share(config_.magnitude_beta, t));
+      const float kept = static_cast<float>(std::max(0.0, (1 - share(config_.magnitude_beta, t + 1)) / (1 - share(config_.beta, t + 1)) - 1));
+      bit_rounds++;
+      std::fill(sum_.begin(), sum_.end(), 0.f);
+      for (int rank = 0; rank < n_; rank++) {
+        const size_t start = static_cast<size_t>(rank) * kSize;
+        own_gradient(rank, x.data());
+        for_blocks([&](int lo, int length) {
+          float *moment = &momenta[start + lo], *size = &magnitudes[start + lo], *votes = &sum_[lo];
+          uint32_t* draw = &draws[start + lo];
+          float squares = 0;
+          for (int j = 0; j < length; j++) {
+            moment[j] = old_m * moment[j] + new_m * own_[lo + j];
+            size[j] = old_a * size[j] + new_a * std::fabs(own_[lo + j]);
+            squares += size[j] * size[j];
+          }
+          const float least = std::sqrt(squares / length) * static_cast<float>(config_.denominator_floor);
+          for (int j = 0; j < length; j++) {
+            const float c = std::max(size[j], least), bound = c == 0 ? 1.f : c;
+            draw[j] += kTurn;
+            votes[j] += moment[j] > bound * Draws::uniform(draw[j]) ? 1.f : -1.f;
+            moment[j] += kept * (moment[j] - std::min(std::max(moment[j], -c), c));
+          }
+        });
+      }
+      if ((t & (t - 1)) == 0)
+        for (int rank = 0; rank < n_; rank++)
+          for (int j = 0; j < kSize; j++) live[j] |= magnitudes[static_cast<size_t>(rank) * kSize + j] > 0;
+      const float decay = static_cast<float>(1 - lr_ * config_.weight_decay), by = static_cast<float>(lr_);
+      for (int j = 0; j < kSize; j++) {
+        const float z = sum_[j] * (1.f / n_) + server_[j], sign = z >= 0 ? 1.f : -1.f;
+        server_[j] = z - sign;
+        x[j] = x[j] * decay - (live[j] ? by * sign : 0.f);
+      }
+    }
   }
 };
 

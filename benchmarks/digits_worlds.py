@@ -40,7 +40,7 @@ OUT = RESULTS / "digits_worlds.json"
 TASK = TASKS["digits"]
 FIRST_SEED = 1000
 """Of the seeds here; the library's rules were chosen on seeds below it."""
-ALGORITHMS = ("adamw", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam")
+ALGORITHMS = ("adamw", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm")
 # rounding may differ from run to run in any case; nothing else may: no -ffast-math
 FLAGS = (
     "-std=c++17",
@@ -59,6 +59,7 @@ class _Config(ctypes.Structure):
         for name in (
             *("algorithm", "lr", "weight_decay", "steps", "workers", "batch", "freeze_step", "scale_factor"),
             *("var_update_scaler", "var_rise_steps", "local_step_scaler", "local_step_clipper"),
+            *("denominator_floor", "beta", "magnitude_beta", "seed"),
         )
     )
 
@@ -96,7 +97,9 @@ def _rows(seed: int, task: Task) -> torch.Tensor:
 
 
 def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
-    """Trains as ``job`` says (options ``scale_factor`` and those of 0/1 Adam's schedule), on ``task``, one of digits.
+    """Trains as ``job`` says on ``task``, one of digits.
+
+    Options may be ``scale_factor``, ``denominator_floor``, ``beta``, ``magnitude_beta`` and those of 0/1 Adam's schedule.
 
     Returns:
         ``(weights, dense rounds, one-bit rounds)``; rounds of a world of one are dense.
@@ -116,6 +119,10 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
         var_rise_steps=options.pop("var_rise_steps", 64),
         local_step_scaler=share,
         local_step_clipper=options.pop("local_step_clipper", 16),
+        denominator_floor=options.pop("denominator_floor", 1.0 if job.optimizer == "binsgdm" else 0.1),
+        beta=(beta := options.pop("beta", 0.7)),
+        magnitude_beta=options.pop("magnitude_beta", 1 - (1 - beta) / 30),
+        seed=job.seed,
     )
     if options:
         raise ValueError(f"options={options} are unknown to digits_worlds.cpp; leave them out")
@@ -144,6 +151,8 @@ def run_job(job: Job) -> tuple[float, int, int]:
 # what the study has found to be best on this task with 4 workers, and of the uncompressed optimizers its neighbours
 ADAM_LRS, LAMB_LRS = (0.01131, 0.016, 0.02263), (0.009514, 0.01131, 0.01345)
 ALL_DENSE = (("var_rise_steps", 0), ("var_update_scaler", 236))
+# a memory of magnitudes a hundred times as long as the momentum's, and not thirty
+LONGER = (("magnitude_beta", 0.997),)
 DENSER = (("var_rise_steps", 0), ("var_update_scaler", 64))
 WORKERS = (4, 16, 64)
 
@@ -161,6 +170,7 @@ def keys() -> list[Key]:
         *(("zero_one_adam", n, (), 0.016) for n in WORKERS),
         ("zero_one_adam", 16, DENSER, 0.016),
         *(("zero_one_adam", n, ALL_DENSE, 0.016) for n in WORKERS[1:]),
+        *(("binsgdm", 64, options, 0.04525) for options in ((), LONGER)),
     ]
 
 
@@ -297,8 +307,8 @@ def plot(worlds: dict[Key, World]) -> None:
     curves: dict[str, list[tuple[int, float, float]]] = {}
     for world in worlds.values():
         measured = world.gap(worlds.values())
-        if measured is not None and world.options in ((), ALL_DENSE):
-            label = world.optimizer + (", every step before the freeze dense" if world.options else "")
+        if measured is not None and world.options in ((), ALL_DENSE, LONGER):
+            label = world.label.replace(" var_rise_steps=0", "")
             curves.setdefault(label, []).append((world.workers, 100 * measured[0], 100 * measured[1]))
     for k, (label, points) in enumerate(curves.items()):
         x, y, error = zip(*sorted(points), strict=True)

@@ -53,6 +53,8 @@ def distance(a: convergence.Params, b: convergence.Params) -> float:
         ("onebit_adam", 4, 200, ()),
         ("onebit_adam", 16, 60, (("scale_factor", 1.25),)),
         ("onebit_lamb", 4, 200, ()),
+        ("binsgdm", 4, 200, ()),
+        ("binsgdm", 16, 60, (("magnitude_beta", 0.97),)),
         ("zero_one_adam", 4, 200, ()),  # gaps of 1, 2, 4 and 8 steps
         ("zero_one_adam", 4, 300, (("local_step_clipper", 2),)),
         ("zero_one_adam", 4, 240, (("var_rise_steps", 0),)),
@@ -75,12 +77,36 @@ def test_runs_agree_with_the_library(
     assert distance(ours, theirs) < 2 * distance(ours, beside)
 
 
-@pytest.mark.parametrize("optimizer", ["onebit_adam", "onebit_lamb"])
+@pytest.mark.parametrize("optimizer", ["onebit_adam", "onebit_lamb", "binsgdm"])
 def test_first_bits_agree_with_the_library(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """None has been turned yet. (0/1 Adam's first denominators are those of few gradients, which magnify rounding.)"""
     task = replace(digits_worlds.TASK, steps=20)
     job = convergence.Job("digits", optimizer, LR, 3, 4, False)
     ours = final_weights(job, monkeypatch, task)
     theirs, dense, one_bit = digits_worlds.weights_after(job, task)
-    assert (dense, one_bit) == (4, 16)
+    assert (dense, one_bit) == ((0, 20) if optimizer == "binsgdm" else (4, 16))
     assert distance(ours, theirs) < 1e-3 * distance(ours, task.init(job.seed))
+
+
+def test_gaps_are_to_the_better_twin_seed_by_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digits_worlds, "OUT", tmp_path / "digits_worlds.json")
+    twins = [
+        digits_worlds.World("adamw", 1, (), lr, losses, 1200, 0)
+        for lr, losses in ((0.1, (2.0, 1.0)), (0.2, (2.0, 4.0)))
+    ]
+    own = digits_worlds.World("onebit_adam", 4, (("scale_factor", 1.25),), 0.1, (3.0, 1.0), 260.0, 940.0)
+    worlds = {world.key: world for world in (*twins, own)}
+    assert own.gap(worlds.values()) == pytest.approx((0.25, 0.25))
+    assert own.gap([own]) is None and twins[0].gap(worlds.values()) is None
+    digits_worlds.write_worlds(worlds)
+    assert digits_worlds.read_worlds() == worlds
+    assert (
+        "| onebit_adam scale_factor=1.25 | 4 | 0.1 | 2 | 2.00000 | +25.00% ± 25.00% | 1% **missed** | 260, 940 |"
+        in (digits_worlds.table(worlds))
+    )
+
+
+def test_options_it_does_not_know_are_named() -> None:
+    job = convergence.Job("digits", "onebit_adam", LR, 0, 4, False, (("block_size", 256),))
+    with pytest.raises(ValueError, match=r"options=\{'block_size': 256\} are unknown"):
+        digits_worlds.weights_after(job)
