@@ -28,6 +28,7 @@ enum Algorithm { kAdamW, kLamb, kOnebitAdam, kOnebitLamb, kZeroOneAdam, kBinSGDM
 struct Config {
   double algorithm, lr, weight_decay, steps, workers, batch, freeze_step, scale_factor;
   double var_update_scaler, var_rise_steps, local_step_scaler, local_step_clipper, denominator_floor, beta, magnitude_beta, seed;
+  double refresh_interval;  // steps; -1: by themselves
 };
 
 namespace {
@@ -138,6 +139,7 @@ class World {
       : x(start, start + kSize), config_(config), n_(static_cast<int>(config.workers)), rows_(rows), images_(images) {
     for (Vec* flat : {&m, &v, &r, &u, &server_, &mean_, &own_, &sum_, &y_, &sent_}) flat->assign(kSize, 0.f);
     residuals_.assign(static_cast<size_t>(n_) * kSize, 0.f);
+    interval_ = static_cast<int>(config_.refresh_interval);
   }
 
   void run() {
@@ -339,6 +341,7 @@ class World {
     ratio_steps_++;
     if (measuring) follow(energy, signal);
     unrefreshed_++;
+    if (interval_ >= 0) return;
     if (!lamb()) {
       if (shrinking_.due(energy_, unrefreshed_)) interval_ = unrefreshed_;
     } else if (measuring && unrefreshed_ >= 50) {
@@ -383,7 +386,7 @@ class World {
     move();
     if (++unrefreshed_ < interval_ + kRefreshSteps) return false;
     invert();
-    unrefreshed_ = 0, interval_ = -1, refreshing_ = false, shrinking_ = Shrinking();
+    unrefreshed_ = 0, interval_ = static_cast<int>(config_.refresh_interval), refreshing_ = false, shrinking_ = Shrinking();
     ratio_steps_ = 0;
     for (auto* numbers : {measured_, norm2_, product_, reference_}) std::fill(numbers, numbers + kTensors, 0.0);
     return true;

@@ -59,7 +59,7 @@ class _Config(ctypes.Structure):
         for name in (
             *("algorithm", "lr", "weight_decay", "steps", "workers", "batch", "freeze_step", "scale_factor"),
             *("var_update_scaler", "var_rise_steps", "local_step_scaler", "local_step_clipper"),
-            *("denominator_floor", "beta", "magnitude_beta", "seed"),
+            *("denominator_floor", "beta", "magnitude_beta", "seed", "refresh_interval"),
         )
     )
 
@@ -99,7 +99,8 @@ def _rows(seed: int, task: Task) -> torch.Tensor:
 def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
     """Trains as ``job`` says on ``task``, one of digits.
 
-    Options may be ``scale_factor``, ``denominator_floor``, ``beta``, ``magnitude_beta`` and those of 0/1 Adam's schedule.
+    Options may be ``scale_factor``, ``denominator_floor``, ``beta``, ``magnitude_beta``, ``refresh_interval`` (a number) and those of
+    0/1 Adam's schedule.
 
     Returns:
         ``(weights, dense rounds, one-bit rounds)``; rounds of a world of one are dense.
@@ -123,6 +124,7 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
         beta=(beta := options.pop("beta", 0.7)),
         magnitude_beta=options.pop("magnitude_beta", 1 - (1 - beta) / 30),
         seed=job.seed,
+        refresh_interval=options.pop("refresh_interval", -1),
     )
     if options:
         raise ValueError(f"options={options} are unknown to digits_worlds.cpp; leave them out")
@@ -292,7 +294,7 @@ def check(pool: Pool) -> None:
         ours = run_world(key, list(known), pool)
         ratios = [loss / other - 1 for loss, other in zip(ours.losses, known.values(), strict=True)]
         error = statistics.stdev(ratios) / len(ratios) ** 0.5
-        change = f"{statistics.fmean(ratios):+.2%} ± {error:.2%}"
+        change = f"{100 * statistics.fmean(ratios):+.2f} % ± {100 * error:.2f}"
         print(f"| {ours.label} | {ours.workers} | {ours.lr:g} | {len(ratios)} | {change} |", flush=True)
 
 

@@ -53,6 +53,11 @@ def distance(a: convergence.Params, b: convergence.Params) -> float:
         ("onebit_adam", 4, 200, ()),
         ("onebit_adam", 16, 60, (("scale_factor", 1.25),)),
         ("onebit_lamb", 4, 200, ()),
+        ("onebit_adam", 64, 40, ()),
+        ("onebit_adam", 4, 60, (("refresh_interval", 6),)),
+        ("onebit_lamb", 4, 60, (("refresh_interval", 6),)),
+        ("zero_one_adam", 4, 200, (("refresh_interval", 30),)),
+        ("binsgdm", 64, 30, ()),
         ("binsgdm", 4, 200, ()),
         ("binsgdm", 16, 60, (("magnitude_beta", 0.97),)),
         ("zero_one_adam", 4, 200, ()),  # gaps of 1, 2, 4 and 8 steps
