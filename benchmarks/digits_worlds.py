@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import json
 import multiprocessing as mp
 import os
@@ -71,17 +70,16 @@ def library() -> ctypes.CDLL:
     Raises:
         RuntimeError: there is no C++ compiler, or it failed.
     """
-    name = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:16]
-    folder = Path(tempfile.mkdtemp(prefix="digits_worlds_"))
-    out = folder / f"{name}.so"
-    command = [os.environ.get("CXX", "c++"), *FLAGS, "-shared", "-fPIC", "-o", str(out), str(SOURCE)]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise RuntimeError(f"{command[0]} was not found: install a C++ compiler, or name one in CXX") from None
-    except subprocess.CalledProcessError as error:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{error.stderr}") from None
-    return ctypes.CDLL(str(out))
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/digits_worlds.so"
+        command = [os.environ.get("CXX", "c++"), *FLAGS, "-shared", "-fPIC", "-o", out, str(SOURCE)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True)
+        except FileNotFoundError:
+            raise RuntimeError(f"{command[0]} was not found: install a C++ compiler, or name one in CXX") from None
+        except subprocess.CalledProcessError as error:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{error.stderr}") from None
+        return ctypes.CDLL(out)
 
 
 @lru_cache(maxsize=4)
