@@ -1,8 +1,8 @@
 // Whole training runs of the convergence study's `digits` task, all workers in one thread: written anew by docs/algorithms.md and the
 // library's schedules, and sharing no line with it, so that it is a second opinion on it as well. See digits_worlds.py.
 //
-// Numbers are fp32 and sums are taken in another order than the library's, so a run agrees with the library's to rounding for the
-// first hundreds of steps, and in distribution over seeds after that (tests/test_digits_worlds.py).
+// Numbers are fp32 and sums are taken in another order than the library's, so a run agrees with the library's to rounding until
+// that turns a first bit, and in distribution over seeds after that (tests/test_digits_worlds.py).
 
 #include <algorithm>
 #include <cmath>

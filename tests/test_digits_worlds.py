@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,15 +18,12 @@ import digits_worlds  # so does this
 
 LR = 0.004
 
-pytestmark = pytest.mark.timeout(300)
+COMPILER = shutil.which(os.environ.get("CXX", "c++"))
 
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled() -> None:
-    try:
-        digits_worlds.library()
-    except RuntimeError as error:
-        pytest.skip(str(error))
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine"),
+]
 
 
 def final_weights(job: convergence.Job, monkeypatch: pytest.MonkeyPatch, task: convergence.Task) -> convergence.Params:
@@ -114,7 +113,21 @@ def test_gaps_are_to_the_better_twin_seed_by_seed(tmp_path: Path, monkeypatch: p
     )
 
 
-def test_options_it_does_not_know_are_named() -> None:
-    job = convergence.Job("digits", "onebit_adam", LR, 0, 4, False, (("block_size", 256),))
-    with pytest.raises(ValueError, match=r"options=\{'block_size': 256\} are unknown"):
-        digits_worlds.weights_after(job)
+@pytest.mark.parametrize(
+    ("optimizer", "workers", "options", "message"),
+    [
+        ("onebit_adam", 4, (("block_size", 256),), "block_size=256 is no option of onebit_adam here"),
+        ("onebit_adam", 4, (("beta", 0.5),), "beta=0.5 is no option of onebit_adam here"),
+        ("adamw", 1, (("scale_factor", 1.25),), "scale_factor=1.25 is no option of adamw here"),
+        ("binsgdm", 5, (), "workers=5 cannot share 64 images evenly"),
+    ],
+)
+def test_what_it_cannot_do_is_named(optimizer: str, workers: int, options: convergence.Options, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        digits_worlds.weights_after(convergence.Job("digits", optimizer, LR, 0, workers, False, options))
+
+
+def test_a_compiler_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(RuntimeError, match=r"no-such-compiler was not found: .* CXX"):
+        digits_worlds.program.__wrapped__()

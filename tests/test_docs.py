@@ -122,6 +122,7 @@ def test_gaps_that_pages_quote_are_rows_of_the_study() -> None:
             assert not [gap for gap in gaps if gap not in rows], page
             quoted += len(gaps)
     assert quoted > 50
+    assert digits_worlds.check_table() in (DOCS / "convergence.md").read_text()
 
 
 def test_files_that_pages_name_exist() -> None:
