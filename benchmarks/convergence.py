@@ -562,8 +562,9 @@ UNGUARDED: tuple[Options, ...] = (
     (("overflow", "drop"),),
     (("server", "random"),),
 )
-# with a memory of magnitudes ten times as long as that of the momentum, and not thirty
+# with a memory of magnitudes ten times as long as that of the momentum, or thirty, and not a hundred
 SHORTER: Options = (("magnitude_beta", 0.97),)
+THIRTY: Options = (("magnitude_beta", 0.99),)
 DROPPED: Options = (*SHORTER, ("overflow", "drop"))
 PAPERS_BINSGDM: Options = (
     *(("beta", 0.7), ("denominator_floor", 0.0), ("draws", "independent")),
@@ -575,7 +576,7 @@ DIGITS_SEEDS, MANY_SEEDS, MOST_SEEDS = tuple(range(8)), tuple(range(24)), tuple(
 THREE_DOZEN = tuple(range(36))  # as many as there was time for, where 64 workers have one image each
 ALL_SEEDS = tuple(range(96))  # and these where a gap of the default options lies close to its target
 TWICE_ALL = tuple(range(192))  # and where it still does then
-FOUR_SEEDS, TEN_SEEDS = tuple(range(4)), tuple(range(10))
+FIVE_SEEDS, TEN_SEEDS = tuple(range(5)), tuple(range(10))
 # gaps as large as their target: 1-bit LAMB's with four workers
 NINE_SEEDS = tuple(range(9))
 SIXTEEN_SEEDS = tuple(range(16))  # search where eight find another best than more do
@@ -728,14 +729,13 @@ def studies() -> dict[str, list[Chain]]:
             sharp("onebit_lamb", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1, 0)),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
-            digits("binsgdm", refine=True, seeds=MANY_SEEDS, also=(many,)),
+            digits("binsgdm", refine=True, seeds=MOST_SEEDS, also=(many,)),
             digits("binsgdm", also=((2, True, MANY_SEEDS),)),
             digits(
                 *("binsgdm", 16, 10),
                 refine=True,
-                seeds=tuple(range(15)),
+                seeds=MANY_SEEDS,
                 search=SEEDS,
-                also=((64, False, FOUR_SEEDS),),
             ),
             digits("binsgdm", 64, 10, refine=True, seeds=MANY_SEEDS, search=(0, 1)),
         ],
@@ -748,6 +748,13 @@ def studies() -> dict[str, list[Chain]]:
             Chain("text", "binsgdm", 64, DROPPED, start=10, refine=False),
             digits("binsgdm", options=DROPPED, refine=True, seeds=MANY_SEEDS, also=((2, True, SEEDS),)),
             digits("binsgdm", 16, options=DROPPED, start=10, seeds=SEEDS, search=SEEDS),
+            Chain("text", "binsgdm", 4, THIRTY, start=8, refine=False, also=(two, four, sixteen)),
+            Chain("text", "binsgdm", 64, THIRTY, start=10, refine=False),
+            Chain("words", "binsgdm", 4, THIRTY, start=8, refine=False),
+            digits("binsgdm", options=THIRTY, refine=True, seeds=MOST_SEEDS, also=(many,)),
+            digits("binsgdm", options=THIRTY, also=((2, True, MANY_SEEDS),)),
+            digits("binsgdm", 16, options=THIRTY, start=10, refine=True, seeds=tuple(range(15)), search=SEEDS),
+            digits("binsgdm", 64, options=THIRTY, start=10, refine=True, seeds=MANY_SEEDS, search=(0, 1)),
         ],
         "words": [
             Chain("words", "adamw", refine=False),
@@ -763,7 +770,7 @@ def studies() -> dict[str, list[Chain]]:
                 variants=((("freeze_step", 480), *FROZEN),),
             ),
             # each guard of BinSGDM alone taken away
-            digits("binsgdm", refine=True, seeds=SEEDS, variants=UNGUARDED),
+            digits("binsgdm", refine=True, seeds=FIVE_SEEDS, variants=UNGUARDED),
             Chain("text", "binsgdm", 4, start=8, refine=False, variants=UNGUARDED),
         ],
         "refreshes": [

@@ -134,7 +134,7 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
         local_step_clipper=options.get("local_step_clipper", 16),
         denominator_floor=options.get("denominator_floor", 1.0 if job.optimizer == "binsgdm" else 0.1),
         beta=(beta := options.get("beta", 0.7)),
-        magnitude_beta=options.get("magnitude_beta", 1 - (1 - beta) / 30),
+        magnitude_beta=options.get("magnitude_beta", 1 - (1 - beta) / 100),
         seed=job.seed,
         refresh_interval=options.get("refresh_interval", -1),
     )
@@ -162,9 +162,10 @@ def run_job(job: Job) -> tuple[float, int, int]:
 
 # what the study has found to be best on this task with 4 workers, and of the uncompressed optimizers its neighbours
 ADAM_LRS, LAMB_LRS = (0.01131, 0.016, 0.02263), (0.009514, 0.01131, 0.01345)
+BINSGDM_LRS = (0.02263, 0.032, 0.04525)  # by number of workers
 ALL_DENSE = (("var_rise_steps", 0), ("var_update_scaler", 236))
-# a memory of magnitudes a hundred times as long as the momentum's, and not thirty
-LONGER = (("magnitude_beta", 0.997),)
+# a memory of magnitudes thirty times as long as the momentum's, and not a hundred
+SHORTER = (("magnitude_beta", 0.99),)
 DENSER = (("var_rise_steps", 0), ("var_update_scaler", 64))
 WORKERS = (4, 16, 64)
 
@@ -182,7 +183,8 @@ def keys() -> list[Key]:
         *(("zero_one_adam", n, (), 0.016) for n in WORKERS),
         ("zero_one_adam", 16, DENSER, 0.016),
         *(("zero_one_adam", n, ALL_DENSE, 0.016) for n in WORKERS[1:]),
-        *(("binsgdm", 64, options, 0.04525) for options in ((), LONGER)),
+        *(("binsgdm", n, (), lr) for n, lr in zip(WORKERS, BINSGDM_LRS, strict=True)),
+        ("binsgdm", 64, SHORTER, 0.04525),
     ]
 
 
@@ -330,7 +332,7 @@ def plot(worlds: dict[Key, World]) -> None:
     curves: dict[str, list[tuple[int, float, float]]] = {}
     for world in worlds.values():
         measured = world.gap(worlds.values())
-        if measured is not None and world.options in ((), ALL_DENSE, LONGER):
+        if measured is not None and world.options in ((), ALL_DENSE, SHORTER):
             label = world.label.replace(" var_rise_steps=0", "")
             curves.setdefault(label, []).append((world.workers, 100 * measured[0], 100 * measured[1]))
     for k, (label, points) in enumerate(curves.items()):

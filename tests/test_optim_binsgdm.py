@@ -376,18 +376,18 @@ def test_what_signs_cannot_say_at_once_is_said_by_later_ones(world: int, force: 
 
 
 def test_what_is_kept_is_bounded_and_comes_to_rest_without_a_floor() -> None:
-    """After one gradient in a long silence m is thirty times a and falls behind it: 100 steps, whatever the floor is."""
+    """After one gradient in a long silence m is a hundred times a and falls behind it: 330 steps, whatever the floor is."""
     p = torch.nn.Parameter(torch.zeros(64))
     optimizer = BinSGDM([p], lr=1.0, denominator_floor=0.0, server="mean", force_compression=True, block_size=32)
-    for t in range(1600):
-        p.grad = torch.full((64,), float(t in (0, 1300)))
+    for t in range(3000):
+        p.grad = torch.full((64,), float(t in (0, 2400)))
         optimizer.step()
         state = optimizer.residual_state_dict()["tensors"]
-        assert bool((state["momentum"].abs() <= 30.1 * 0.99 / 0.7 * state["magnitude"]).all())
-        if t == 1299:
+        assert bool((state["momentum"].abs() <= 100.1 * 0.997 / 0.7 * state["magnitude"]).all())
+        if t == 2399:
             before = p.detach().clone()
     travelled = before - p.detach()
-    assert bool(((travelled > 90) & (travelled < 110)).all())
+    assert bool(((travelled > 320) & (travelled < 340)).all())
 
 
 # ----- what is sent --------------------------------------------------------------------------------------------------------------
@@ -454,8 +454,8 @@ def final(**options: Any) -> list[torch.Tensor]:
     return [p.detach() for p in params]
 
 
-def test_magnitudes_are_remembered_thirty_times_as_long_unless_told_otherwise() -> None:
-    assert equal(final(beta=0.7), final(beta=0.7, magnitude_beta=0.99)) and not equal(
+def test_magnitudes_are_remembered_a_hundred_times_as_long_unless_told_otherwise() -> None:
+    assert equal(final(beta=0.7), final(beta=0.7, magnitude_beta=0.997)) and not equal(
         final(), final(magnitude_beta=0.8)
     )
 
@@ -545,7 +545,7 @@ def test_a_checkpoint_between_a_groups_joining_and_the_next_step_changes_nothing
         (
             {"beta": 0.0, "overflow": "keep"},
             ValueError,
-            "overflow='keep' .* no effect with beta=0.0 and magnitude_beta=0.966667",
+            "overflow='keep' .* no effect with beta=0.0 and magnitude_beta=0.99",
         ),
         (
             {"beta": 0.9, "magnitude_beta": 0.9, "overflow": "keep"},

@@ -24,7 +24,7 @@ SERVERS = ("feedback", "random", "mean", "majority")
 DRAWS = ("stratified", "independent")
 OVERFLOWS = ("keep", "drop")
 #: how much longer magnitudes are remembered than the momentum, where nothing else is said
-MEMORY = 30.0
+MEMORY = 100.0
 
 
 class BinSGDM(OnebitOptimizer):
@@ -51,9 +51,9 @@ class BinSGDM(OnebitOptimizer):
     Args:
         params: parameters or parameter groups; a group may set ``lr``, ``beta``, ``weight_decay`` and
             ``compress=False`` (averaged densely and updated with ``clip(m/c)`` itself, undrawn).
-        lr: learning rate; about Adam's own is a good start.
+        lr: learning rate; Adam's own to three times that is a good place to search, the larger the more ranks there are.
         beta: decay of m, in ``[0, 1)``.
-        magnitude_beta: decay of a, in ``[0, 1)``; None: a memory thirty times as long, ``1 - (1-beta)/30``. With ``beta`` itself
+        magnitude_beta: decay of a, in ``[0, 1)``; None: a memory a hundred times as long, ``1 - (1-beta)/100``. With ``beta`` itself
             (the paper) ``m/a`` of one worker is as noisy as its gradient, and stays at 1 after a single gradient.
         weight_decay: decoupled weight decay.
         server: ``"feedback"`` sends the sign of the mean and keeps what it leaves out for the next step (``4/n`` bytes per
@@ -66,7 +66,7 @@ class BinSGDM(OnebitOptimizer):
             steps adds up to nearly the sum of its ``m/c``; ``"independent"`` (the paper): its error grows with the root
             of the number of steps.
         overflow: ``"keep"``: a sign says at most 1, so where ``|m/c|`` is larger the rest stays in m and falls no faster than a
-            does, until later signs have said it (``|m|`` is at most ``(1-beta)/(1-magnitude_beta)`` times a: 30 times by
+            does, until later signs have said it (``|m|`` is at most ``(1-beta)/(1-magnitude_beta)`` times a: 100 times by
             default); ``"drop"`` (the paper): it falls like the rest of m, so large gradients are lost, which a worker that sees
             few examples has most. None: ``"keep"`` in groups where it has an effect, ``0 < beta < magnitude_beta``.
         seed: seed of the draws, the same on every rank.

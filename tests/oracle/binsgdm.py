@@ -34,7 +34,7 @@ class BinSGDM:
         uniform: where the draws come from, so that the library's counter-based hash can be injected.
         lr: learning rate.
         b: decay of m.
-        ba: decay of a; None: a memory thirty times as long as that of m.
+        ba: decay of a; None: a memory a hundred times as long as that of m.
         wd: decoupled weight decay; acts on every coordinate, moved or not.
         phi: floor of the denominators relative to the root mean square of their block; 0 is the paper.
         block_size: elements of a block.
@@ -65,7 +65,7 @@ class BinSGDM:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
         self.uniform, self.lr, self.b, self.wd, self.server = uniform, lr, b, wd, server
         self.phi, self.block_size, self.overflow = phi, block_size, overflow
-        self.ba = 1 - (1 - b) / 30 if ba is None else ba
+        self.ba = 1 - (1 - b) / 100 if ba is None else ba
         self.ranks_per_node = ranks_per_node
         self.n = n // ranks_per_node
         sizes = [a.size for a in self.x]
