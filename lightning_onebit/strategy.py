@@ -430,7 +430,7 @@ class OnebitMixin(_Base):
         if run.dense is not None:
             run.dense.close()  # the program sets its optimizers up anew, within a fit
         # a backward of the module's own may look at gradients, or change them, before it ends
-        overlap = self._overlap_dense and not _has_own_backward(self.lightning_module)
+        overlap = self._overlap_dense and not _has_own(self.lightning_module, "backward")
         names: dict[Tensor, str] = {p: name for name, p in self.lightning_module.named_parameters()}
         ranks_per_node = self._node_size() if self.onebit_optimizers else 1
         for optimizer in self.onebit_optimizers:
@@ -577,7 +577,7 @@ class OnebitMixin(_Base):
                 'overlap="backward" sends gradients while precision="16-mixed" still has the loss scale in them: use '
                 'overlap="step", or precision="bf16-mixed".'
             )
-        if early and _has_own_backward(self.lightning_module):
+        if early and _has_own(self.lightning_module, "backward"):
             raise self._misconfiguration(
                 f'overlap="backward" sends gradients as they come, and the backward() of {type(self.lightning_module).__name__} may change '
                 'them, or add to them, after that: use overlap="step", or Lightning\'s own backward (gradients may be changed in tensor '
@@ -585,12 +585,21 @@ class OnebitMixin(_Base):
             )
 
     def _check_clipping(self, trainer: Any) -> None:
-        """Only one of the two clips."""
+        """Only one of the two clips, and only what has not been sent."""
+        if (trainer.gradient_clip_val or 0) <= 0:  # by norm, or by value
+            return
         limits = [o.options.max_grad_norm for o in self.onebit_optimizers if o.options.max_grad_norm is not None]
-        if (trainer.gradient_clip_val or 0) > 0 and limits:  # by norm, or by value
+        if limits:
             raise self._misconfiguration(
                 f"gradient_clip_val={trainer.gradient_clip_val} of the Trainer and max_grad_norm={limits[0]} of the optimizer would both "
                 "clip: give one of them."
+            )
+        early = any(optimizer.options.overlap == "backward" for optimizer in self.onebit_optimizers)
+        # a hook of the module's may leave these optimizers out: then the optimizers themselves refuse, when they are clipped
+        if early and not _has_own(self.lightning_module, "configure_gradient_clipping"):
+            raise self._misconfiguration(
+                f'gradient_clip_val={trainer.gradient_clip_val} of the Trainer comes too late with overlap="backward", which sends '
+                'gradients as they come, before anything can clip them: use overlap="step", or leave gradient_clip_val out.'
             )
 
     def _check_sharing(self, names: Mapping[int, str]) -> None:
@@ -1231,11 +1240,11 @@ def _listed(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def _has_own_backward(module: Any) -> bool:
-    """Whether ``backward`` of a LightningModule is not Lightning's."""
-    if "backward" in vars(module):
+def _has_own(module: Any, hook: str) -> bool:
+    """Whether a hook of a LightningModule is not Lightning's."""
+    if hook in vars(module):
         return True
-    owner = next(cls for cls in type(module).__mro__ if "backward" in vars(cls))
+    owner = next(cls for cls in type(module).__mro__ if hook in vars(cls))
     return not owner.__module__.startswith(tuple(f"{package}." for package in PACKAGES.values()))
 
 

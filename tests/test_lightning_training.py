@@ -393,18 +393,39 @@ def test_fast_dev_run_several_fits_of_one_trainer_and_a_fit_that_breaks_off() ->
         assert found["groups"] == 1
 
 
-def clipped_by_value_too_late(rank: int, world: int) -> str:
+def clipped_too_late(rank: int, world: int, algorithm: str, own_hook: bool) -> tuple[str, int]:
+    """What is said, and after how many batches."""
     pl = enter(rank)
-    strategy = strategy_class()(freeze_step=2, overlap="backward")
-    trainer = quiet_trainer(pl, strategy, gradient_clip_val=0.1, gradient_clip_algorithm="value")
-    with pytest.raises(ValueError) as caught:
-        trainer.fit(make_module(pl, lambda m: strategy.optimizer(m.parameters(), lr=1e-2)), loader())
-    return str(caught.value)
+    strategy, batches = strategy_class()(freeze_step=2, overlap="backward"), []
+    trainer = quiet_trainer(pl, strategy, gradient_clip_val=0.1, gradient_clip_algorithm=algorithm)
+    trainer.callbacks.append(pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: batches.append(0)))
+    module = make_module(pl, lambda m: strategy.optimizer(m.parameters(), lr=1e-2))
+    if own_hook:
+        module.configure_gradient_clipping = lambda optimizer, **limits: module.clip_gradients(optimizer, **limits)
+    with pytest.raises(Exception, match="overlap=") as caught:
+        trainer.fit(module, loader())
+    return str(caught.value), len(batches)
 
 
-def test_clipping_by_value_is_refused_where_gradients_have_been_sent() -> None:
-    for message in run_ranks(clipped_by_value_too_late, 2):
-        assert "clipping by value (to 0.1) has no effect with overlap='backward'" in message
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_clipping_is_refused_at_set_up_where_gradients_will_have_been_sent(algorithm: str) -> None:
+    for message, batches in run_ranks(clipped_too_late, 2, algorithm, False):
+        assert 'gradient_clip_val=0.1 of the Trainer comes too late with overlap="backward"' in message
+        assert 'use overlap="step", or leave gradient_clip_val out' in message
+        assert batches == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "said"),
+    [
+        ("norm", "clip_grad_norm_(): the norm needs all gradients, but overlap='backward' sends them as they come"),
+        ("value", "clipping by value (to 0.1) has no effect with overlap='backward'"),
+    ],
+)
+def test_clipping_of_the_modules_own_is_refused_where_gradients_have_been_sent(algorithm: str, said: str) -> None:
+    for message, batches in run_ranks(clipped_too_late, 2, algorithm, True):
+        assert said in message
+        assert batches == 1
 
 
 def collective_after_backward(rank: int, world: int) -> tuple[int, list[str]]:
