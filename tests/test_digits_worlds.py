@@ -113,6 +113,13 @@ def test_gaps_are_to_the_better_twin_seed_by_seed(tmp_path: Path, monkeypatch: p
     )
 
 
+def test_a_gap_close_to_its_target_and_its_twins_have_more_seeds() -> None:
+    counts = {world.key: len(world.losses) for world in digits_worlds.read_worlds().values()}
+    worlds = digits_worlds.keys()
+    assert counts == {key: digits_worlds.seeds_of(key, 400) for key in worlds}
+    assert {key[:2] for key, count in counts.items() if count == 1000} == {("adamw", 1), ("zero_one_adam", 16)}
+
+
 @pytest.mark.parametrize(
     ("optimizer", "workers", "options", "message"),
     [
