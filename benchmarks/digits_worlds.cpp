@@ -29,6 +29,7 @@ struct Config {
   double algorithm, lr, weight_decay, steps, workers, batch, freeze_step, scale_factor;
   double var_update_scaler, var_rise_steps, local_step_scaler, local_step_clipper, denominator_floor, beta, magnitude_beta, seed;
   double refresh_interval;  // steps; -1: by themselves
+  double ratio_interval;
 };
 
 namespace {
@@ -319,7 +320,7 @@ class World {
   }
 
   void compressed() {
-    const bool measuring = lamb() && (ratio_steps_ < 10 || (ratio_steps_ + 1) % 10 == 0);
+    const bool measuring = lamb() && (ratio_steps_ < 10 || (ratio_steps_ + 1) % static_cast<int>(config_.ratio_interval) == 0);
     double energy[kTensors] = {}, signal[kTensors] = {};
     const float b1 = static_cast<float>(kBeta1);
     exchange([&](int rank) {
@@ -344,7 +345,7 @@ class World {
     if (interval_ >= 0) return;
     if (!lamb()) {
       if (shrinking_.due(energy_, unrefreshed_)) interval_ = unrefreshed_;
-    } else if (measuring && unrefreshed_ >= 50) {
+    } else if (unrefreshed_ >= 50 && unrefreshed_ % 10 == 0) {
       double now = 0, then = 0;
       for (int k = 0; k < kTensors; k++) now += norm2_[k], then += reference_[k];
       if (now > then * 1.3 && then > 0) interval_ = unrefreshed_;
@@ -356,7 +357,7 @@ class World {
     for (int k = 0; k < kTensors; k++) {
       const double weights = norm(x, k);
       if (energy[k] <= 0 || weights <= 0) continue;
-      const double weight = std::max(1 / ++measured_[k], 0.2);
+      const double weight = std::max(1 / ++measured_[k], std::min(1.0, config_.ratio_interval / 50));
       norm2_[k] += weight * (energy[k] - norm2_[k]);
       product_[k] += weight * (signal[k] - product_[k]);
       if (measured_[k] <= 10) reference_[k] = norm2_[k];

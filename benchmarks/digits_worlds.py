@@ -46,7 +46,7 @@ ALGORITHMS = ("adamw", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "b
 _MOMENTS = ("denominator_floor", "scale_factor", "refresh_interval")
 OPTIONS = {
     "onebit_adam": _MOMENTS,
-    "onebit_lamb": _MOMENTS,
+    "onebit_lamb": (*_MOMENTS, "ratio_interval"),
     "zero_one_adam": (*_MOMENTS, "var_update_scaler", "var_rise_steps", "local_step_clipper"),
     "binsgdm": ("denominator_floor", "beta", "magnitude_beta"),
 }
@@ -69,7 +69,7 @@ class _Config(ctypes.Structure):
         for name in (
             *("algorithm", "lr", "weight_decay", "steps", "workers", "batch", "freeze_step", "scale_factor"),
             *("var_update_scaler", "var_rise_steps", "local_step_scaler", "local_step_clipper"),
-            *("denominator_floor", "beta", "magnitude_beta", "seed", "refresh_interval"),
+            *("denominator_floor", "beta", "magnitude_beta", "seed", "refresh_interval", "ratio_interval"),
         )
     )
 
@@ -138,6 +138,7 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
         magnitude_beta=options.get("magnitude_beta", 1 - (1 - beta) / 100),
         seed=job.seed,
         refresh_interval=options.get("refresh_interval", -1),
+        ratio_interval=options.get("ratio_interval", 2),
     )
     start = task.init(job.seed)
     flat = torch.cat([value.flatten() for value in start.values()]).contiguous()

@@ -111,13 +111,14 @@ class OnebitMixin(_Base):
         overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no clipping).
         residual_dtype: ``"float32"`` or ``"bfloat16"``.
         denominator_dtype: all but BinSGDM: ``"float32"`` or ``"bfloat16"``.
-        max_coeff: 1-bit LAMB, like the six that follow: see ``OnebitLamb``.
+        max_coeff: 1-bit LAMB, like the seven that follow: see ``OnebitLamb``.
         min_coeff: see ``OnebitLamb``.
         coeff_beta: see ``OnebitLamb``.
         factor_max: see ``OnebitLamb``.
         factor_min: see ``OnebitLamb``.
         factor_threshold: see ``OnebitLamb``.
         trust_ratio: see ``OnebitLamb``.
+        ratio_interval: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
             ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
         scale_factor: all but BinSGDM: the magnitude that a block is sent with, in units of its root mean square. None: 1, or 1.25
@@ -191,6 +192,7 @@ class OnebitMixin(_Base):
         factor_min: float | None = None,
         factor_threshold: float | None = None,
         trust_ratio: str | None = None,
+        ratio_interval: int | None = None,
         preconditioned: bool | str | None = None,
         scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
@@ -228,6 +230,7 @@ class OnebitMixin(_Base):
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
             "trust_ratio": trust_ratio,
+            "ratio_interval": ratio_interval,
             "preconditioned": preconditioned,
             "scale_factor": scale_factor,
             "refresh_interval": refresh_interval,

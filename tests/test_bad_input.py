@@ -67,6 +67,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "factor_min": (*NUMBER, -1.0),
     "factor_threshold": (*NUMBER, -0.1),
     "trust_ratio": CHOICE,
+    "ratio_interval": COUNT,
     "preconditioned": FLAG,
     "refresh_interval": COUNT,
     "refresh_steps": COUNT,

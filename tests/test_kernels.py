@@ -611,4 +611,16 @@ def test_lamb_products_are_those_of_valid_elements_with_fp64_sums(
     products = kernels.lamb_products(bucket, lo, hi, g=given, m=momentum, r=r[part].to(device))
     assert products.dtype == torch.float64
     assert torch.equal(products.cpu(), expected[lo:hi])
+    # and compressing leaves the same, where it is asked to
+    ones, written = torch.ones(hi - lo, device=device), []
+    for wanted in (None, torch.full_like(products, float("nan"))):
+        e, out = torch.zeros(part.stop - part.start, device=device), Packed.empty(1, hi - lo, block_size, device=device)
+        arguments = {"g": given, "m": momentum, "r": r[part].to(device), "e": e, "out": out}
+        kernels.compress(bucket, lo, hi, a=ones, b=ones, **arguments, products=wanted)
+        written.append((e, out.raw))
+    assert all(torch.equal(a, b) for a, b in zip(*written, strict=True))
+    assert wanted is not None and torch.equal(wanted, products)
+    for missing in ({"m": None, "a": None}, {"r": None}):
+        with pytest.raises(ValueError, match="products must be None without m or r"):
+            kernels.compress(bucket, lo, hi, **{"a": ones, "b": ones, **arguments, "products": wanted, **missing})
     assert 2.0**28 + 4 <= float(expected[0, 0]) < 2.0**28 + 64 * 256 or shard

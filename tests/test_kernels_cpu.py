@@ -109,8 +109,11 @@ def run_everything(
     g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
     r = flats[1].abs().to(divided) if g is not None and rng.random() < 0.5 else None
     factor = float(rng.uniform(0.5, 1.7))
-    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r, scale_factor=factor)
+    products = torch.empty((blocks, 2), dtype=torch.float64) if m is not None and r is not None else None
+    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r, scale_factor=factor, products=products)
     written += [raw(settled(e)), raw(out.raw)]
+    if products is not None:
+        written.append(raw(products))
 
     d, reply = residual(flats[3][: chunk * size]), Packed.empty(1, chunk, size)
     workers = random_payload(rng, int(rng.integers(1, 7)), chunk, size)
@@ -475,6 +478,11 @@ def test_tensors_of_another_size_or_type_are_refused(kernels: cpu.CpuKernels, ch
         kernels.compress(bucket, 0, 2, **{**arguments, **change})
     with pytest.raises(ValueError, match="r must be None"):
         kernels.compress(bucket, 0, 2, **{**arguments, "g": None, "b": None, "r": torch.zeros(128)})
+    sums = torch.empty((2, 2), dtype=torch.float64)
+    kernels.compress(bucket, 0, 2, **arguments, r=torch.zeros(128), products=sums)
+    for refused in (sums.float(), sums[:1]):
+        with pytest.raises(ValueError, match="products"):
+            kernels.compress(bucket, 0, 2, **arguments, r=torch.zeros(128), products=refused)
 
 
 # ----- threads and processes -----------------------------------------------------------------------------------------------------

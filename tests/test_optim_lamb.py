@@ -53,6 +53,7 @@ RUNS = {
     "defaults": followed(),
     "shrinking gradients": followed(growth=0.975, seed=13),
     "a refresh every 7 steps": followed(40, refresh_interval=7, refresh_steps=2),
+    "ratios measured every third step": followed(40, ratio_interval=3),
     "published recipe": frozen(bias_correction=False),
     "frozen ratios": frozen(),
     "never refreshed": followed(70, refresh_interval="never", bias_correction=False),
@@ -266,13 +267,16 @@ MEASURED = ("signal", "energy", "energy_reference", "measurements")
 DECAY = 0.1
 
 
-def growing_worker(group: Any, rank: int, world: int, trust_ratio: str) -> list[list[dict[str, Any]]]:
+def growing_worker(
+    group: Any, rank: int, world: int, trust_ratio: str, interval: int | None = None
+) -> list[list[dict[str, Any]]]:
     """Small weights under shrinking gradients that point the same way: what decides the coefficient, per step and tensor."""
     params = [torch.nn.Parameter(torch.full((70,), 0.02, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     optimizer = OnebitLamb(
         params,
         **{"lr": 0.1, "freeze_step": 3, "max_coeff": 0.15, "trust_ratio": trust_ratio},
         **{"refresh_interval": "never", "block_size": 32, "process_group": group, "weight_decay": DECAY},
+        ratio_interval=interval,
     )
     draws = torch.Generator().manual_seed(rank)
     seen = []
@@ -305,9 +309,11 @@ def own_products(p: torch.nn.Parameter, state: dict[str, torch.Tensor]) -> dict[
     return {"E": float(h.square().sum()), "X": float((h * state["preconditioned_momentum"].double()).sum())}
 
 
-def test_the_coefficient_follows_both_norms() -> None:
+@pytest.mark.parametrize("interval", [None, 1, 10, 60])
+def test_the_coefficient_follows_both_norms(interval: int | None) -> None:
     """Of the fp32 master weights where parameters are kept in 16 bits; of all ranks' gradients, in the steps that measure them."""
-    results = run_world(growing_worker, 2, "followed")
+    results = run_world(growing_worker, 2, "followed", interval)
+    interval = interval or 2
     for i in range(2):
         mine, other = ([step[i] for step in seen] for seen in results)
         assert mine[0]["coefficient"] == mine[0]["used"], (
@@ -319,9 +325,9 @@ def test_the_coefficient_follows_both_norms() -> None:
         for k in range(1, len(mine)):
             step = mine[k]
             assert step["used"] == before, "what was known before the step"
-            if k <= 10 or k % 10 == 0:
+            if k <= 10 or k % interval == 0:
                 count += 1
-                weight = max(1 / count, 0.2)
+                weight = max(1 / count, min(1.0, interval / 50))
                 energy += weight * ((step["E"] + other[k]["E"]) / 2**2 - energy)
                 signal += weight * ((step["X"] + other[k]["X"]) / 2 - signal)
                 reference = energy if count <= 10 else reference
@@ -437,7 +443,7 @@ def test_a_thaw_forgets_what_was_measured() -> None:
     optimizer.freeze()
     for _ in range(25):
         assert all(stepped(params, optimizer))
-    assert optimizer.state_dict()["onebit"]["measurements"] == [11, 11]
+    assert optimizer.state_dict()["onebit"]["measurements"] == [10 + 7] * 2
     optimizer.thaw()
     books = optimizer.state_dict()["onebit"]
     assert [books[name] for name in MEASURED] == [[0.0, 0.0]] * 4 and books["ratio_steps"] == 0
@@ -543,7 +549,7 @@ def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted() -> None:
     problem = dataclasses.replace(problem, cold=0, shapes=SMALL)
     for equals, used in run_world(resumed_everywhere, 2, problem):
         assert equals == [True] * 71
-        assert len(set(used[9:19])) == 10 and len(set(used[27:58])) == 4, (
+        assert len(set(used[9:19])) == 10 and len(set(used[27:58])) == 16, (
             "ratios move in this run when they are measured"
         )
         assert len(set(used[57:63])) == 2, "not in its refresh, up to the end of the first step after it"
@@ -673,6 +679,13 @@ def test_a_run_in_which_no_compressed_parameter_is_trainable_is_legal(trust_rati
             ValueError,
             "refresh_steps=2 has no effect with trust_ratio='frozen'.*leave it out",
         ),
+        (
+            {"trust_ratio": "frozen", "ratio_interval": 2},
+            ValueError,
+            "ratio_interval=2 has no effect with trust_ratio='frozen'.*leave it out",
+        ),
+        ({"ratio_interval": 0}, ValueError, "ratio_interval=0 .* at least 1"),
+        ({"ratio_interval": 2.0}, TypeError, "ratio_interval=2.0 must be an integer"),
         ({"refresh_interval": 0}, ValueError, "refresh_interval=0"),
         ({"refresh_interval": "often"}, ValueError, "refresh_interval='often'"),
         ({"bias_correction": 1}, TypeError, "bias_correction=1"),

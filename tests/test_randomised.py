@@ -288,7 +288,7 @@ def kept(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
 @pytest.fixture(autouse=True, scope="module")
 def hasty() -> Iterator[None]:
     """Refreshes of their own accord that come within a few steps, where now and then an average falls a little."""
-    drifting = mock.patch.multiple(lamb, REFERENCE_STEPS=2, MEASURE_EVERY=2, UNDISTURBED_STEPS=3, GROWTH=1.01)
+    drifting = mock.patch.multiple(lamb, REFERENCE_STEPS=2, UNDISTURBED_STEPS=3, WATCH_EVERY=2, GROWTH=1.01)
     with mock.patch.multiple(ShrinkPolicy, WINDOW=2, FALL=0.999, LEAST=3), drifting:
         yield
 

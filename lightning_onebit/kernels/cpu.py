@@ -44,7 +44,7 @@ from lightning_onebit.kernels.residual import Residual, take_off
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 13
+ABI = 14
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -231,6 +231,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *_RESIDUAL,
         *_PAYLOAD,
         _FLOAT,
+        _POINTER,
     ),
     "settle": (_LONG, _LONG, _POINTER, _POINTER),
     "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT, _FLOAT),
@@ -522,6 +523,7 @@ class CpuKernels(ReferenceKernels):
         out: Packed,
         r: Tensor | None = None,
         scale_factor: float = 1.0,
+        products: Tensor | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
         size, blocks = bucket.block_size, hi - lo
@@ -553,11 +555,14 @@ class CpuKernels(ReferenceKernels):
             raise ValueError("r must be None with g=None")
         residual = _residual(e, "e", blocks, size)
         reciprocal = _NO_STATE if r is None else _state(r, "r", elements)
+        if products is not None and (m is None or r is None):
+            raise ValueError("products must be None without m or r")
         self._call(
             "compress",
             *(size, blocks, lengths, factor_m, flat_m, *packed_m),
             *(factor_g, flat_g, *spans_g, *reciprocal, *residual, *_payload(out, "out", blocks, size)),
             scale_factor,
+            None if products is None else _address(products, "products", 2 * blocks, torch.float64),
         )
 
     def reduce(

@@ -564,8 +564,10 @@ class CudaKernels(ReferenceKernels):
         out: Packed,
         r: Tensor | None = None,
         scale_factor: float = 1.0,
+        products: Tensor | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
+        self._measure(bucket, lo, hi, g, m, r, products)
         e = settled(e)
         size, blocks, device = bucket.block_size, hi - lo, e.device
         elements = blocks * size

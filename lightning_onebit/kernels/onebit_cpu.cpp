@@ -47,7 +47,7 @@
 
 namespace {
 
-constexpr int kAbi = 13;
+constexpr int kAbi = 14;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -103,6 +103,26 @@ template <int N> INLINE F<N> to_floats(I<N> x) {
   if constexpr (N == 1) return static_cast<float>(x);
   else return __builtin_convertvector(x, F<N>);
 }
+// N sums of fp64, in registers that hold as many of them as of an F<N>'s lanes fit
+template <int N> struct DoubleSums {
+  static constexpr int kPart = N == 1 || kNative == 4 ? 1 : N == 16 ? 8 : 4, kParts = N / kPart;
+  template <int W, class = void> struct Wide { typedef double D __attribute__((vector_size(8 * W))); };
+  template <class Unused> struct Wide<1, Unused> { using D = double; };
+  using D = typename Wide<kPart>::D;
+  D part[kParts] = {};
+
+  template <bool kSquared> INLINE void add(F<N> x) {
+    for (int p = 0; p < kParts; ++p) {
+      F<kPart> some;
+      std::memcpy(&some, reinterpret_cast<const char*>(&x) + p * sizeof some, sizeof some);
+      D wide;
+      if constexpr (kPart == 1) wide = some;
+      else wide = __builtin_convertvector(some, D);
+      if constexpr (kSquared) part[p] += wide * wide;
+      else part[p] += wide;
+    }
+  }
+};
 // All bits of a lane where a comparison holds, none where it does not. (Of two numbers C++ makes a bool, of two vectors a mask.)
 template <int N, class Truth> INLINE U<N> mask(Truth truth) {
   if constexpr (N == 1) return truth ? ~0u : 0u;
@@ -639,6 +659,53 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
   if (!kHoldsY<E>) std::memset(residual + length, 0, (block_size - length) * sizeof(Element));
 }
 
+// ----- what trust ratios follow -----------------------------------------------------------------------------------------
+
+// h = g*r ; per lane the sums of h*h and of h*m, in fp64: the square of an fp32 number is exact there and no sum can overflow
+template <class D> struct LambProducts {
+  int64_t lanes, length;
+  float scale;            // of the packed momentum
+  const uint32_t* words;  // null where the momentum is flat
+  const float *m, *g;
+  const D* r;
+  double *squares, *dots;
+
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    Signs<N> sign[R];
+    if (words != nullptr)
+      for (int v = 0; v < R; ++v) sign[v].begin(words + lane + v * N);
+    DoubleSums<N> square[R], dot[R];
+    constexpr int kAhead = 384;
+    // in a block with padding N is 1
+    for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes)
+      for (int v = 0; v < R; ++v) {
+        const int64_t at = i + v * N;
+        ask<kAhead>(g + at);
+        ask<kAhead>(r + at);
+        const F<N> h = load<N>(g + at) * load<N>(r + at);
+        square[v].template add<true>(h);
+        dot[v].template add<false>(h * (words != nullptr ? sign[v].next(splat<N>(scale)) : load<N>(m + at)));
+      }
+    for (int v = 0; v < R; ++v) {
+      std::memcpy(squares + lane + v * N, square[v].part, sizeof square[v].part);
+      std::memcpy(dots + lane + v * N, dot[v].part, sizeof dot[v].part);
+    }
+  }
+
+  // both sums; 0 where there is no tensor
+  void of_block(double* result) const {
+    result[0] = result[1] = 0.0;
+    if (length <= 0) return;
+    if (length == kPlanes * lanes) {
+      for_each_tile(lanes, *this);
+    } else {
+      for (int64_t lane = 0; lane < lanes; ++lane) run<1, 1>(lane);
+    }
+    result[0] = fold_lanes(squares, lanes);
+    result[1] = fold_lanes(dots, lanes);
+  }
+};
+
 // ----- compress ---------------------------------------------------------------------------------------------------------
 
 enum class Momentum { kNone, kFlat, kPacked };
@@ -701,12 +768,14 @@ struct CompressArgs {
   float* owed;
   Payload out;
   float scale_factor;
+  double* products;  // null, or 2 per block
 };
 
 template <Momentum M, Gradient G, class E, class D> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(kHoldsY<E> ? 0 : size);
+    std::vector<double> sums(x.products != nullptr ? 2 * lanes : 0);
     SpanCursor cursor(x.spans, size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t length = x.lengths[block];
@@ -731,6 +800,12 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
           worker.g = x.g + block * size;
         } else {
           worker.g = whole_block(cursor.at(block), size, staged);
+        }
+      }
+      if constexpr (M != Momentum::kNone && G == Gradient::kScaled) {
+        if (x.products != nullptr) {  // brings g and r into the first cache, where they are read again just below
+          const LambProducts<D> products{lanes, length, worker.m_scale, worker.m_words, worker.m, worker.g, worker.r, sums.data(), sums.data() + lanes};
+          products.of_block(x.products + 2 * block);
         }
       }
       quantize(worker, size, length, e, owed, y, block_of(x.out, block, lanes), acc, x.scale_factor);
@@ -875,42 +950,6 @@ struct Unpack {
 struct LambFactors {  // of a block
   float b1, i1, b2, o2, c2, eps, wd;
   float old_scale, scale, t;  // t: alpha times scale
-};
-
-// h = g*r ; per lane the sums of h*h and of h*m, in fp64: the square of an fp32 number is exact there and no sum can overflow
-template <class D> struct LambProducts {
-  int64_t lanes, length;
-  float scale;            // of the packed momentum
-  const uint32_t* words;  // null where the momentum is flat
-  const float *m, *g;
-  const D* r;
-  double *squares, *dots;
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
-  template <int N> INLINE void one(int64_t lane) const {
-    Signs<N> sign;
-    if (words != nullptr) sign.begin(words + lane);
-    double square[N] = {}, dot[N] = {};
-    constexpr int kAhead = 384;
-    // in a block with padding N is 1
-    for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes) {
-      ask<kAhead>(g + i);
-      ask<kAhead>(r + i);
-      const F<N> h = load<N>(g + i) * load<N>(r + i);
-      const F<N> hm = h * (words != nullptr ? sign.next(splat<N>(scale)) : load<N>(m + i));
-      float plain[N], times_m[N];
-      store<N>(plain, h);
-      store<N>(times_m, hm);
-      for (int j = 0; j < N; ++j) {
-        square[j] += static_cast<double>(plain[j]) * static_cast<double>(plain[j]);
-        dot[j] += static_cast<double>(times_m[j]);
-      }
-    }
-    std::memcpy(squares + lane, square, sizeof square);
-    std::memcpy(dots + lane, dot, sizeof dot);
-  }
 };
 
 // ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (+-t)*r ; u = up + wd*x ; ratio = 1/(r*(sqrt(fresh*c2) + eps))
@@ -1323,10 +1362,10 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
                             void* const* span_data, const uint8_t* span_dtype, const void* r, int r_dtype, void* e,
                             int e_dtype, float* owed, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row,
-                            float scale_factor) {
+                            float scale_factor, double* products) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
                        {spans, span_block, span_numel, span_data, span_dtype}, r, e, owed, {out_raw, out_stride, out_per_row},
-                       scale_factor};
+                       scale_factor, products};
   if (m != nullptr) return compress<Momentum::kFlat>(threads, x, r_dtype, e_dtype);
   if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, r_dtype, e_dtype);
   compress<Momentum::kNone>(threads, x, r_dtype, e_dtype);
@@ -1448,13 +1487,7 @@ EXPORT void onebit_lamb_products(int threads, int64_t block_size, int64_t blocks
         } else {
           products.m = m + block * block_size;
         }
-        if (length == block_size) {
-          for_each_tile(lanes, products);
-        } else {
-          for (int64_t lane = 0; lane < lanes; ++lane) products.template one<1>(lane);
-        }
-        result[0] = fold_lanes(squares.data(), lanes);
-        result[1] = fold_lanes(dots.data(), lanes);
+        products.of_block(result);
       }
     });
   });

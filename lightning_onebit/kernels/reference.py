@@ -215,6 +215,7 @@ class ReferenceKernels:
         out: Packed,
         r: Tensor | None = None,
         scale_factor: float = 1.0,
+        products: Tensor | None = None,
     ) -> None:
         """Worker side of the exchange: bits, scale and residual of ``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``.
 
@@ -235,9 +236,12 @@ class ReferenceKernels:
             r: flat of the range, fp32 or bf16, reciprocal denominators by which the gradient is multiplied; None: by nothing (and
                 None with ``g=None``).
             scale_factor: what a block's scale is, in units of its root mean square; rounded to fp32.
+            products: fp64 ``(hi - lo, 2)``, receives what ``lamb_products`` returns for the same ``m``, ``g`` and ``r``, which must
+                be given then.
         """
         if r is not None and g is None:
             raise ValueError("r must be None with g=None")
+        self._measure(bucket, lo, hi, g, m, r, products)
         e = settled(e)
         bs = bucket.block_size
         lengths = bucket.lengths[lo:hi]
@@ -322,6 +326,23 @@ class ReferenceKernels:
             x.copy_(x * decay[span.block] - delta)
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
+
+    def _measure(
+        self,
+        bucket: BlockMap,
+        lo: int,
+        hi: int,
+        g: Tensor | Spans | None,
+        m: Tensor | Packed | None,
+        r: Tensor | None,
+        products: Tensor | None,
+    ) -> None:
+        """What ``compress`` leaves in ``products``, if that was asked for."""
+        if products is None:
+            return
+        if g is None or m is None or r is None:
+            raise ValueError("products must be None without m or r")
+        products.copy_(self.lamb_products(bucket, lo, hi, g=g, m=m, r=r))
 
     def lamb_products(
         self,

@@ -790,8 +790,13 @@ class OnebitOptimizer(StatefulOptimizer):
             out=out,
             r=r,
             scale_factor=self._scale_factor,
+            products=self._products_of(bucket),
         )
         return out.raw
+
+    def _products_of(self, bucket: Bucket) -> Tensor | None:
+        """Where compressing a bucket leaves sums over its blocks (see ``compress`` of the kernels), if these are wanted."""
+        return None
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""

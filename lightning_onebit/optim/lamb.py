@@ -15,7 +15,7 @@ from lightning_onebit.comm import Bucket, Plan, share_values
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
-from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
+from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer, check_number
 from lightning_onebit.optim.refresh import CompressingAdam
 from lightning_onebit.optim.rules import dense_lamb_, sum_in_order
 
@@ -28,13 +28,13 @@ FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "fact
 #: default of scale_factor with trust_ratio="followed"
 SCALE_FACTOR = 1.25
 
-#: compressed steps after the freeze or a refresh in which gradients are measured: the first ones, and every tenth from there; a new
-#: measurement counts in the average by this weight, or as one of those there are while they are few
-REFERENCE_STEPS, MEASURE_EVERY, MEASURE_WEIGHT = 10, 10, 0.2
+#: default of ratio_interval; compressed steps after the freeze or a refresh in which gradients are measured whatever it is; and steps
+#: that the averages remember, so that a measurement counts by ratio_interval over that, or as one of those there are while they are few
+RATIO_INTERVAL, REFERENCE_STEPS, REMEMBERED_STEPS = 2, 10, 50
 
-#: factor by which gradients (their energy, in units of denominators) may grow before denominators are refreshed, and compressed steps after
-#: which that is asked first
-GROWTH, UNDISTURBED_STEPS = 1.3, 50
+#: factor by which gradients (their energy, in units of denominators) may grow before denominators are refreshed; that is asked after the
+#: first number of compressed steps, and again each time that the second has been made
+GROWTH, UNDISTURBED_STEPS, WATCH_EVERY = 1.3, 50, 10
 
 # Per-parameter scalars, by their names in a checkpoint, with their first values. Of the published rule: r (the last f). Of the other one:
 # number of measurements, averages of X and E, E after the first ten. Of both: c_avg, c of the next step and of the last.
@@ -60,7 +60,8 @@ class OnebitLamb(CompressingAdam):
         ||shat||^2 = (2 b1 S + (1-b1) (E + (1-1/n) S)) / (1+b1) / (1-b1^t)^2
         c = clip(||x|| / sqrt(||shat||^2 + (wd*||x||)^2), min_coeff, max_coeff)
 
-    measured in compressed steps 1 to 10 after the freeze or a refresh and in every tenth from there; c counts from the next step on.
+    measured in compressed steps 1 to 10 after the freeze or a refresh and in every ``ratio_interval``-th from there; c counts from the
+    next step on.
     When the sum of all E has grown by a factor of 1.3, a few dense steps refresh the denominators (``refresh_interval="auto"``),
     with c as it was.
 
@@ -89,6 +90,9 @@ class OnebitLamb(CompressingAdam):
         factor_threshold: how much f may change in one step, relative, >= 0.
         trust_ratio: ``"followed"``: ratios follow both norms after the freeze, as LAMB's do, and steps are compressed; ``"frozen"``: as
             published, with 4 bytes per parameter more and two passes over a compressed step.
+        ratio_interval: compressed steps from one measurement of the norms that ratios follow to the next, >= 1 (None: 2), with
+            ``trust_ratio="followed"`` only. The more often, the less noise is in the ratios; a measurement is some more arithmetic and
+            24 bytes per tensor and rank.
         scale_factor: see ``OnebitAdam``. None: 1.25, or 1 with ``trust_ratio="frozen"``.
         refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
             local gradients in units of denominators have grown by a factor of 1.3 in energy, 50 steps after the last at the
@@ -136,6 +140,7 @@ class OnebitLamb(CompressingAdam):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: str = "followed",
+        ratio_interval: int | None = None,
         scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int | None = None,
@@ -160,6 +165,7 @@ class OnebitLamb(CompressingAdam):
         check_number("factor_min", factor_min, least=0, most=factor_max)
         check_number("factor_threshold", factor_threshold, least=0)
         check_choice("trust_ratio", trust_ratio, TRUST_RATIOS)
+        check_integer("ratio_interval", ratio_interval, least=1, optional=True)
         published = {"coeff_beta": coeff_beta, "factor_max": factor_max, "factor_min": factor_min}
         published["factor_threshold"] = factor_threshold
         for name, value in published.items():
@@ -173,6 +179,10 @@ class OnebitLamb(CompressingAdam):
                     f"{name}={chosen!r} has no effect with trust_ratio='frozen', whose trust ratios belong to the second moments that "
                     "froze; leave it out"
                 )
+        if trust_ratio == "frozen" and ratio_interval is not None:
+            raise ValueError(
+                f"ratio_interval={ratio_interval} has no effect with trust_ratio='frozen', whose ratios are not measured; leave it out"
+            )
         if refresh_interval is None:
             refresh_interval = "auto" if trust_ratio == "followed" else "never"
         if scale_factor is None:
@@ -213,6 +223,7 @@ class OnebitLamb(CompressingAdam):
                 "min_coeff": min_coeff,
                 **published,
                 "trust_ratio": trust_ratio,
+                "ratio_interval": ratio_interval or (RATIO_INTERVAL if trust_ratio == "followed" else None),
                 "scale_factor": scale_factor,
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
@@ -319,11 +330,14 @@ class OnebitLamb(CompressingAdam):
         x = self._weight(index).mul_(1 - group["lr"] * c * group["weight_decay"])
         x.addcmul_(self._moment("m", index), self._moment("r", index), value=-lr_t)
 
-    def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
-        """See the base; measures gradients before the momentum that they meet has been replaced."""
-        if self._measuring:
-            self._measure(bucket, shard)
-        return super().encode(bucket, shard)
+    def _products_of(self, bucket: Bucket) -> Tensor | None:
+        """See the base; of every block of this rank's shard, its part of E and X, in steps that are measured."""
+        if not self._measuring:
+            return None
+        lo, hi = self._shard_blocks(bucket)
+        products = torch.empty((hi - lo, 2), dtype=torch.float64, device=self._device)
+        self._products.append((bucket.first_block + lo, products))
+        return products
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """See the base; a new buffer where the old momentum is still needed, to recover the averaged gradient."""
@@ -381,15 +395,6 @@ class OnebitLamb(CompressingAdam):
         elif self._partials:
             self._step_corrected()
 
-    def _measure(self, bucket: Bucket, shard: Tensor | None) -> None:
-        """This rank's part of E and X for the parameters of a bucket, from what it is about to compress."""
-        lo, hi = self._shard_blocks(bucket)
-        r = self._scaling(bucket, lo, hi)
-        assert r is not None
-        g = shard if shard is not None else self._contribution(bucket)
-        products = self._kernels.lamb_products(bucket, lo, hi, g=g, m=self._momentum_of(bucket, lo, hi), r=r)
-        self._products.append((bucket.first_block + lo, products))
-
     def _follow(self) -> None:
         """Trust ratios of the following steps, from the weights as they are now and all ranks' gradients of this step."""
         rows = torch.zeros((self._known_plan().blocks, 2), dtype=torch.float64, device=self._device)
@@ -409,7 +414,8 @@ class OnebitLamb(CompressingAdam):
         active = upload([self._active[i] for i in self._slots], self._device)
         seen = active & (energy > 0) & (norm > 0)
         measured = known["measurements"] + seen
-        weight = torch.where(seen, (1.0 / measured.clamp(min=1)).clamp(min=MEASURE_WEIGHT), 0.0)
+        least = min(1.0, self.settings["ratio_interval"] / REMEMBERED_STEPS)
+        weight = torch.where(seen, (1.0 / measured.clamp(min=1)).clamp(min=least), 0.0)
         # (lerp would fuse its operations on some processors)
         energy = known["energy"] + weight * (energy - known["energy"])
         signal = known["signal"] + weight * (signal - known["signal"])
@@ -434,7 +440,7 @@ class OnebitLamb(CompressingAdam):
 
     def _watch(self) -> None:
         """See the base; a refresh begins when gradients have outgrown their denominators."""
-        if not self._measuring or self._unrefreshed < UNDISTURBED_STEPS:
+        if self._unrefreshed < UNDISTURBED_STEPS or self._unrefreshed % WATCH_EVERY:
             return
         # the same sums on every rank, whatever its processor
         now, then = (math.fsum(self._scalars[name].tolist()) for name in ("energy", "energy_reference"))
@@ -486,7 +492,7 @@ class OnebitLamb(CompressingAdam):
         self._partials, self._exchanged = {}, {}
         step = self._ratio_steps + 1
         self._products = []
-        self._measuring = self._follows and (step <= REFERENCE_STEPS or step % MEASURE_EVERY == 0)
+        self._measuring = self._follows and (step <= REFERENCE_STEPS or step % self.settings["ratio_interval"] == 0)
 
     def _corrected_coefficients(self) -> Tensor:
         """``c_avg*f`` per slot, fp64, from the blocks' partial norms in a fixed order."""

@@ -169,6 +169,18 @@ def compress(
     return [e, out.raw]
 
 
+def compress_with_products(w: World) -> Results:
+    e, out, sums = (
+        w.residual(torch.float32),
+        w.output(),
+        w.put(torch.full((w.blocks, 2), float("nan"), dtype=torch.float64)),
+    )
+    a, b, r = w.factors(w.blocks), w.factors(w.blocks), w.reciprocals(torch.float32)
+    arguments = {"a": a, "m": w.momentum(), "b": b, "g": w.spans(), "e": e, "out": out, "r": r}
+    w.kernels.compress(w.bucket, 0, w.blocks, **arguments, products=sums)
+    return [e, out.raw, sums]
+
+
 def compress_range(w: World, residual: torch.dtype = torch.float32, times: torch.dtype | None = None) -> Results:
     lo, hi = w.row_blocks, 2 * w.row_blocks
     part = slice(lo * w.size, hi * w.size)
@@ -369,6 +381,7 @@ CASES: dict[str, Callable[[World], Results]] = {
     },
     "lamb_products packed spans, bf16 r": lambda w: lamb_products(w, "packed", "spans", torch.bfloat16),
     "lamb_products range": lamb_products_range,
+    "compress with products": compress_with_products,
     **{f"lamb_update {old}": (lambda w, old=old: lamb_update(w, old)) for old in ("flat", "packed")},
     "lamb_update packed, bf16 r": lambda w: lamb_update(w, "packed", torch.bfloat16),
     **{f"lamb_apply shifted {s}": (lambda w, s=s: lamb_apply(w, s)) for s in (0, 1)},

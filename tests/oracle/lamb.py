@@ -57,6 +57,7 @@ class Lamb:
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: str = "followed",
+        ratio_interval: int = 2,
         scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int = 4,
@@ -67,7 +68,7 @@ class Lamb:
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
-        self.followed = trust_ratio == "followed"
+        self.followed, self.ratio_interval = trust_ratio == "followed", ratio_interval
         self.nodes = n // ranks_per_node
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
@@ -120,7 +121,8 @@ class Lamb:
             self.v = list(self.v_D)
         self.dense_steps.append(not self.frozen or self.refreshing)
         factor = clip_factor(self._norm(g), self.max_norm)
-        measures = self.followed and self.frozen and not self.refreshing and (self.since < 10 or self.since % 10 == 9)
+        measures = self.followed and self.frozen and not self.refreshing
+        measures &= self.since < 10 or (self.since + 1) % self.ratio_interval == 0
         for l in range(len(self.x)):
             if present(g, l):
                 self.t[l] += 1
@@ -143,7 +145,7 @@ class Lamb:
         if self.interval is not None:
             if self.since >= self.interval + self.refresh_steps:
                 self._new_denominators()
-        elif self.refresh_interval == "auto" and measures and self.since >= 50:
+        elif self.refresh_interval == "auto" and self.followed and self.since >= 50 and self.since % 10 == 0:
             energies = [self._averages(seen)[0] for seen in self.seen if seen]
             # after the first ten measurements of each
             references = [self._averages(seen[:10])[0] for seen in self.seen if seen]
@@ -241,12 +243,12 @@ class Lamb:
         U = np.sqrt(square + (self.wd * norm) ** 2)
         self.c[l] = float(np.clip(norm / U, self.min_coeff, self.max_coeff)) if U > 0 else 1.0
 
-    @staticmethod
-    def _averages(seen: Sequence[tuple[float, float]]) -> Array:
-        """Means of the first five, from there each new one counts a fifth."""
-        average = np.mean(seen[:5], axis=0)
-        for pair in seen[5:]:
-            average = 0.8 * average + 0.2 * np.array(pair)
+    def _averages(self, seen: Sequence[tuple[float, float]]) -> Array:
+        """Over 50 steps: means of as many as are measured in these, from there each new one counts by its share of them."""
+        weight = min(1.0, self.ratio_interval / 50)
+        average = np.array(seen[0])
+        for k, pair in enumerate(seen[1:], 2):
+            average += max(1 / k, weight) * (np.array(pair) - average)
         return average
 
     def _denominators(self, l: int) -> tuple[Array, int, float, float, bool]:
