@@ -585,6 +585,7 @@ HALVES: Options = (("residual_dtype", "bfloat16"),)
 SHORT: Options = (("denominator_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
 FROZEN_RATIOS: Options = (("trust_ratio", "frozen"),)  # 1-bit LAMB as published
+SELDOM: Options = (("ratio_interval", 10),)
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
 # 1-bit Adam as published keeps what has frozen, and compresses the momentum itself
 FROZEN: Options = (("refresh_interval", "never"),)
@@ -716,17 +717,13 @@ def studies() -> dict[str, list[Chain]]:
             sharp(
                 "onebit_lamb",
                 seeds=ALL_SEEDS,
-                # on seeds 0 to 15 the two are level, on all of them the lower one is better
-                also=((4, False, ALL_SEEDS), (2, True, ALL_SEEDS), four, (16, False, MANY_SEEDS)),
-                also_rungs=(-0.5, 0),
+                also=(
+                    (2, True, MOST_SEEDS),
+                    (4, True, MOST_SEEDS),
+                    (16, False, MOST_SEEDS),
+                    (64, False, tuple(range(12))),
+                ),
             ),
-            # in other worlds more seeds, at the better lr only, and with 64 workers its neighbours
-            sharp(
-                "onebit_lamb",
-                also=((4, True, TWICE_ALL), (4, False, TWICE_ALL), (16, False, ALL_SEEDS), (64, False, THREE_DOZEN)),
-                also_rungs=(-0.5,),
-            ),
-            sharp("onebit_lamb", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1, 0)),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
             digits("binsgdm", refine=True, seeds=MOST_SEEDS, also=(many,)),
@@ -738,6 +735,34 @@ def studies() -> dict[str, list[Chain]]:
                 search=SEEDS,
             ),
             digits("binsgdm", 64, 10, refine=True, seeds=MANY_SEEDS, search=(0, 1)),
+        ],
+        # 1-bit LAMB whose ratios are measured in every tenth step, and not in every second
+        "seldom": [
+            Chain(
+                *("large_batch", "onebit_lamb", 4, SELDOM),
+                start=9,
+                fine=True,
+                seeds=NINE_SEEDS,
+                also=(two, four, sixteen),
+                search=SEEDS,
+            ),
+            Chain(*("large_batch", "onebit_lamb", 4, (*RECIPE, *SELDOM)), start=10, also=(two, sixteen, sixty_four)),
+            sharp(
+                "onebit_lamb",
+                options=SELDOM,
+                seeds=ALL_SEEDS,
+                # on seeds 0 to 15 the two are level, on all of them the lower one is better
+                also=((4, False, ALL_SEEDS), (2, True, ALL_SEEDS), four, (16, False, MANY_SEEDS)),
+                also_rungs=(-0.5, 0),
+            ),
+            # in other worlds more seeds, at the better lr only, and with 64 workers its neighbours
+            sharp(
+                "onebit_lamb",
+                options=SELDOM,
+                also=((4, True, TWICE_ALL), (4, False, TWICE_ALL), (16, False, ALL_SEEDS), (64, False, THREE_DOZEN)),
+                also_rungs=(-0.5,),
+            ),
+            sharp("onebit_lamb", options=SELDOM, also=((64, False, DIGITS_SEEDS),), also_rungs=(-1, 0)),
         ],
         # BinSGDM with a shorter memory of magnitudes, and with that losing what signs cannot say
         "overflow": [

@@ -169,6 +169,8 @@ ALL_DENSE = (("var_rise_steps", 0), ("var_update_scaler", 236))
 # a memory of magnitudes thirty times as long as the momentum's, and not a hundred
 SHORTER = (("magnitude_beta", 0.99),)
 DENSER = (("var_rise_steps", 0), ("var_update_scaler", 64))
+# what 1-bit LAMB's ratios follow, measured in every tenth step and not in every second
+SELDOM = (("ratio_interval", 10),)
 WORKERS = (4, 16, 64)
 
 
@@ -182,6 +184,7 @@ def keys() -> list[Key]:
         *(("lamb", 1, (), lr) for lr in LAMB_LRS),
         *(("onebit_adam", n, (), 0.016) for n in WORKERS),
         *(("onebit_lamb", n, (), 0.01131) for n in WORKERS),
+        *(("onebit_lamb", n, SELDOM, 0.01131) for n in WORKERS),
         *(("zero_one_adam", n, (), 0.016) for n in WORKERS),
         ("zero_one_adam", 16, DENSER, 0.016),
         *(("zero_one_adam", n, ALL_DENSE, 0.016) for n in WORKERS[1:]),
@@ -197,8 +200,8 @@ CLOSE = 2.5
 def seeds_of(key: Key, count: int) -> int:
     """How many seeds a world is run with, where others have ``count``."""
     optimizer, workers, options, _ = key
-    close = optimizer == "adamw" or (optimizer, workers, options) == ("zero_one_adam", 16, ())
-    return round(count * CLOSE) if close else count
+    close = (*(("onebit_lamb", n, ()) for n in (4, 16)), ("zero_one_adam", 16, ()))
+    return round(count * CLOSE) if optimizer in ("adamw", "lamb") or (optimizer, workers, options) in close else count
 
 
 def job(key: Key, seed: int) -> Job:

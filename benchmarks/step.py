@@ -6,7 +6,8 @@
 
 ``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: gradient statistics, compress,
 server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for. "No skips" is
-``max_consecutive_skips=0``, which needs no statistics. "Measurement" is what 1-bit LAMB does besides in one step of ten.
+``max_consecutive_skips=0``, which needs no statistics. "Measured" and "not measured" are 1-bit LAMB's with
+``ratio_interval=1`` and one that never comes; by default every second step is measured.
 """
 
 from __future__ import annotations

@@ -804,8 +804,9 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
       }
       if constexpr (M != Momentum::kNone && G == Gradient::kScaled) {
         if (x.products != nullptr) {  // brings g and r into the first cache, where they are read again just below
-          const LambProducts<D> products{lanes, length, worker.m_scale, worker.m_words, worker.m, worker.g, worker.r, sums.data(), sums.data() + lanes};
-          products.of_block(x.products + 2 * block);
+          const LambProducts<D> measured{lanes,    length,   worker.m_scale, worker.m_words,      worker.m,
+                                         worker.g, worker.r, sums.data(),    sums.data() + lanes};
+          measured.of_block(x.products + 2 * block);
         }
       }
       quantize(worker, size, length, e, owed, y, block_of(x.out, block, lanes), acc, x.scale_factor);
