@@ -629,6 +629,14 @@ def studies() -> dict[str, list[Chain]]:
         common: dict[str, Any] = {"refine": False, "seeds": DIGITS_SEEDS, "search": DIGITS_SEEDS}
         return Chain("digits", name, workers, options, start, **{**common, **more})
 
+    def large_batch(options: Options = ()) -> tuple[Chain, Chain]:
+        """1-bit LAMB with the default clip of its ratios, and with that of LAMB's recipe."""
+        name = ("large_batch", "onebit_lamb", 4)
+        return (
+            Chain(*name, options, start=9, fine=True, seeds=NINE_SEEDS, also=(two, four, sixteen), search=SEEDS),
+            Chain(*name, (*RECIPE, *options), start=10, also=(two, sixteen, sixty_four)),
+        )
+
     def sharp(name: str, workers: int = 4, **more: Any) -> Chain:
         # LAMB's best on digits: half a rung more or less costs 2 %
         return digits(name, workers, refine=True, fine=True, search=SIXTEEN_SEEDS, **more)
@@ -656,16 +664,8 @@ def studies() -> dict[str, list[Chain]]:
         ],
         "lamb": [
             Chain("large_batch", "lamb", start=10, fine=True, seeds=NINE_SEEDS, search=SEEDS),
-            Chain(
-                *("large_batch", "onebit_lamb", 4),
-                start=9,
-                fine=True,
-                seeds=NINE_SEEDS,
-                also=(two, four, sixteen),
-                search=SEEDS,
-            ),
             Chain("large_batch", "lamb", 1, RECIPE, start=10),
-            Chain("large_batch", "onebit_lamb", 4, RECIPE, start=10, also=(two, sixteen, sixty_four)),
+            *large_batch(),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
             Chain("large_batch", "onebit_lamb", 4, (*RECIPE, *FROZEN_RATIOS), start=10),
             Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0,)),
@@ -738,15 +738,7 @@ def studies() -> dict[str, list[Chain]]:
         ],
         # 1-bit LAMB whose ratios are measured in every tenth step, and not in every second
         "seldom": [
-            Chain(
-                *("large_batch", "onebit_lamb", 4, SELDOM),
-                start=9,
-                fine=True,
-                seeds=NINE_SEEDS,
-                also=(two, four, sixteen),
-                search=SEEDS,
-            ),
-            Chain(*("large_batch", "onebit_lamb", 4, (*RECIPE, *SELDOM)), start=10, also=(two, sixteen, sixty_four)),
+            *large_batch(SELDOM),
             sharp(
                 "onebit_lamb",
                 options=SELDOM,
