@@ -576,7 +576,7 @@ DIGITS_SEEDS, MANY_SEEDS, MOST_SEEDS = tuple(range(8)), tuple(range(24)), tuple(
 THREE_DOZEN = tuple(range(36))  # as many as there was time for, where 64 workers have one image each
 ALL_SEEDS = tuple(range(96))  # and these where a gap of the default options lies close to its target
 TWICE_ALL = tuple(range(192))  # and where it still does then
-FIVE_SEEDS, TEN_SEEDS = tuple(range(5)), tuple(range(10))
+FIVE_SEEDS, TEN_SEEDS, TWELVE_SEEDS = tuple(range(5)), tuple(range(10)), tuple(range(12))
 # gaps as large as their target: 1-bit LAMB's with four workers
 NINE_SEEDS = tuple(range(9))
 SIXTEEN_SEEDS = tuple(range(16))  # search where eight find another best than more do
@@ -585,7 +585,6 @@ HALVES: Options = (("residual_dtype", "bfloat16"),)
 SHORT: Options = (("denominator_dtype", "bfloat16"),)
 RECIPE: Options = (("max_coeff", 0.3),)  # LAMB's own for BERT
 FROZEN_RATIOS: Options = (("trust_ratio", "frozen"),)  # 1-bit LAMB as published
-SELDOM: Options = (("ratio_interval", 10),)
 FLOORS = (0.0, 0.01, 0.03)  # besides the default, which every other run has
 # 1-bit Adam as published keeps what has frozen, and compresses the momentum itself
 FROZEN: Options = (("refresh_interval", "never"),)
@@ -602,8 +601,11 @@ OVER_TIME: Options = (("preconditioned", True), ("var_freeze_step", 1200), *ALL_
 DENSER: Options = (*ALL_COUNT, ("var_update_scaler", 64))
 # and whose steps before the freeze all are (of 240, but for the last few)
 ALL_DENSE: Options = (*ALL_COUNT, ("var_update_scaler", 236))
-# blocks sent with a quarter more than their root mean square, as 1-bit LAMB does
+# blocks sent with a quarter more than their root mean square, by workers and servers; 1-bit LAMB's servers send half more by default,
+# of four workers or more
 LARGER: Options = (("scale_factor", 1.25),)
+# the same, and 1-bit LAMB's ratios measured in every tenth step, and not in every second
+SELDOM: Options = (("ratio_interval", 10), *LARGER)
 # 1-bit Adam whose frozen variance is refreshed by 4 dense steps now and then
 REFRESHES, SHORT_REFRESHES = (("refresh_interval", 100),), (("refresh_interval", 40),)
 
@@ -717,12 +719,18 @@ def studies() -> dict[str, list[Chain]]:
             sharp(
                 "onebit_lamb",
                 seeds=ALL_SEEDS,
+                also=((4, True, MANY_SEEDS),),
+            ),
+            # other worlds at LAMB's own best lr, half a rung below that of 4 workers
+            sharp(
+                "onebit_lamb",
                 also=(
                     (2, True, MOST_SEEDS),
-                    (4, True, MOST_SEEDS),
+                    (4, False, ALL_SEEDS),
                     (16, False, MOST_SEEDS),
-                    (64, False, tuple(range(12))),
+                    (64, False, TWELVE_SEEDS),
                 ),
+                also_rungs=(-0.5,),
             ),
             digits("onebit_lamb", options=FROZEN_RATIOS, seeds=MOST_SEEDS),
             digits("sgd", 1, 16),
@@ -736,7 +744,17 @@ def studies() -> dict[str, list[Chain]]:
             ),
             digits("binsgdm", 64, 10, refine=True, seeds=MANY_SEEDS, search=(0, 1)),
         ],
-        # 1-bit LAMB whose ratios are measured in every tenth step, and not in every second
+        # 1-bit LAMB whose servers send blocks with the scale that its workers have
+        "servers": [
+            *large_batch(LARGER),
+            sharp(
+                *("onebit_lamb", 4),
+                options=LARGER,
+                seeds=ALL_SEEDS,
+                also=((4, True, MOST_SEEDS), (16, False, MOST_SEEDS), (64, False, TWELVE_SEEDS)),
+            ),
+        ],
+        # and whose ratios are measured in every tenth step besides, and not in every second
         "seldom": [
             *large_batch(SELDOM),
             sharp(

@@ -30,6 +30,7 @@ struct Config {
   double var_update_scaler, var_rise_steps, local_step_scaler, local_step_clipper, denominator_floor, beta, magnitude_beta, seed;
   double refresh_interval;  // steps; -1: by themselves
   double ratio_interval;
+  double server_scale_factor;
 };
 
 namespace {
@@ -260,10 +261,10 @@ class World {
 
   // ----- the exchange ---------------------------------------------------------------------------------------------
 
-  float scale(const float* values, int length) const {
+  static float scale(const float* values, int length, double factor) {
     float sum = 0;
     for (int j = 0; j < length; j++) sum += values[j] * values[j];
-    return std::sqrt(sum / length) * static_cast<float>(config_.scale_factor);
+    return std::sqrt(sum / length) * static_cast<float>(factor);
   }
 
   template <class Visit>
@@ -282,7 +283,7 @@ class World {
       float* owed = &residuals_[static_cast<size_t>(rank) * kSize];
       for (int j = 0; j < kSize; j++) y_[j] += owed[j];
       for_blocks([&](int lo, int length) {
-        const float s = scale(&y_[lo], length);
+        const float s = scale(&y_[lo], length, config_.scale_factor);
         for (int j = lo; j < lo + length; j++) {
           const float sent = y_[j] < 0 ? -s : s;
           sum_[j] += sent;
@@ -293,7 +294,7 @@ class World {
     for (int j = 0; j < kSize; j++) y_[j] = sum_[j] / n_ + server_[j];
     energy_ = 0;
     for_blocks([&](int lo, int length) {
-      const float s = scale(&y_[lo], length);
+      const float s = scale(&y_[lo], length, config_.server_scale_factor);
       for (int j = lo; j < lo + length; j++) {
         sent_[j] = y_[j] < 0 ? -s : s;
         server_[j] = y_[j] - sent_[j];

@@ -43,7 +43,7 @@ TASK = TASKS["digits"]
 FIRST_SEED = 1000
 """Of the seeds here; the study's, on which rules were chosen, lie below it."""
 ALGORITHMS = ("adamw", "lamb", "onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm")
-_MOMENTS = ("denominator_floor", "scale_factor", "refresh_interval")
+_MOMENTS = ("denominator_floor", "scale_factor", "server_scale_factor", "refresh_interval")
 OPTIONS = {
     "onebit_adam": _MOMENTS,
     "onebit_lamb": (*_MOMENTS, "ratio_interval"),
@@ -69,7 +69,8 @@ class _Config(ctypes.Structure):
         for name in (
             *("algorithm", "lr", "weight_decay", "steps", "workers", "batch", "freeze_step", "scale_factor"),
             *("var_update_scaler", "var_rise_steps", "local_step_scaler", "local_step_clipper"),
-            *("denominator_floor", "beta", "magnitude_beta", "seed", "refresh_interval", "ratio_interval"),
+            *("denominator_floor", "beta", "magnitude_beta", "seed"),
+            *("refresh_interval", "ratio_interval", "server_scale_factor"),
         )
     )
 
@@ -120,6 +121,8 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
     if task.batch % job.workers:
         raise ValueError(f"workers={job.workers} cannot share {task.batch} images evenly; choose a divisor")
     share = max(1, round(0.2 * task.steps))
+    # scales of workers and servers
+    defaults = (1.25, 1.5 if job.workers >= 4 else 1.25) if job.optimizer == "onebit_lamb" else (1.0, 1.0)
     config = _Config(
         algorithm=ALGORITHMS.index(job.optimizer),
         lr=job.lr,
@@ -128,7 +131,7 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
         workers=job.workers,
         batch=task.batch,
         freeze_step=share,
-        scale_factor=options.get("scale_factor", 1.25 if job.optimizer == "onebit_lamb" else 1.0),
+        scale_factor=options.get("scale_factor", defaults[0]),
         var_update_scaler=options.get("var_update_scaler", 16),
         var_rise_steps=options.get("var_rise_steps", 64),
         local_step_scaler=share,
@@ -139,6 +142,7 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
         seed=job.seed,
         refresh_interval=options.get("refresh_interval", -1),
         ratio_interval=options.get("ratio_interval", 2),
+        server_scale_factor=options.get("server_scale_factor", options.get("scale_factor", defaults[1])),
     )
     start = task.init(job.seed)
     flat = torch.cat([value.flatten() for value in start.values()]).contiguous()
@@ -169,8 +173,10 @@ ALL_DENSE = (("var_rise_steps", 0), ("var_update_scaler", 236))
 # a memory of magnitudes thirty times as long as the momentum's, and not a hundred
 SHORTER = (("magnitude_beta", 0.99),)
 DENSER = (("var_rise_steps", 0), ("var_update_scaler", 64))
-# what 1-bit LAMB's ratios follow, measured in every tenth step and not in every second
-SELDOM = (("ratio_interval", 10),)
+# 1-bit LAMB's servers with the scale of its workers
+EVEN = (("scale_factor", 1.25),)
+# and what its ratios follow measured in every tenth step, and not in every second
+SELDOM = (("ratio_interval", 10), *EVEN)
 WORKERS = (4, 16, 64)
 
 
@@ -184,6 +190,7 @@ def keys() -> list[Key]:
         *(("lamb", 1, (), lr) for lr in LAMB_LRS),
         *(("onebit_adam", n, (), 0.016) for n in WORKERS),
         *(("onebit_lamb", n, (), 0.01131) for n in WORKERS),
+        *(("onebit_lamb", n, EVEN, 0.01131) for n in WORKERS),
         *(("onebit_lamb", n, SELDOM, 0.01131) for n in WORKERS),
         *(("zero_one_adam", n, (), 0.016) for n in WORKERS),
         ("zero_one_adam", 16, DENSER, 0.016),
@@ -200,7 +207,7 @@ CLOSE = 2.5
 def seeds_of(key: Key, count: int) -> int:
     """How many seeds a world is run with, where others have ``count``."""
     optimizer, workers, options, _ = key
-    close = (*(("onebit_lamb", n, ()) for n in (4, 16)), ("zero_one_adam", 16, ()))
+    close = (*(("onebit_lamb", n, scales) for n in (4, 16) for scales in ((), EVEN)), ("zero_one_adam", 16, ()))
     return round(count * CLOSE) if optimizer in ("adamw", "lamb") or (optimizer, workers, options) in close else count
 
 

@@ -123,6 +123,8 @@ class OnebitMixin(_Base):
             ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
         scale_factor: all but BinSGDM: the magnitude that a block is sent with, in units of its root mean square. None: 1, or 1.25
             for 1-bit LAMB (1 with ``trust_ratio="frozen"``).
+        server_scale_factor: the same of what servers send. None: ``scale_factor``, but 1.5 for 1-bit LAMB with four workers or
+            more where neither is given (see ``OnebitLamb``).
         refresh_interval: 1-bit Adam, 1-bit LAMB and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"``
             (default) or ``"never"``, see ``OnebitAdam`` and ``OnebitLamb``.
         refresh_steps: the same: dense steps of a refresh.
@@ -195,6 +197,7 @@ class OnebitMixin(_Base):
         ratio_interval: int | None = None,
         preconditioned: bool | str | None = None,
         scale_factor: float | None = None,
+        server_scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int | None = None,
         var_freeze_step: int | None = None,
@@ -233,6 +236,7 @@ class OnebitMixin(_Base):
             "ratio_interval": ratio_interval,
             "preconditioned": preconditioned,
             "scale_factor": scale_factor,
+            "server_scale_factor": server_scale_factor,
             "refresh_interval": refresh_interval,
             "refresh_steps": refresh_steps,
             "var_freeze_step": var_freeze_step,

@@ -51,6 +51,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "max_grad_norm": (*NUMBER, 0.0, -1.0),
     "denominator_floor": (*NUMBER, -0.1, 1.1),
     "scale_factor": (*NUMBER, 0.0, -1.0, 1.75),
+    "server_scale_factor": (*NUMBER, 0.0, -1.0, 1.75),
     "process_group": ("gloo", 3, object()),
     "force_compression": FLAG,
     "bucket_mb": (*NUMBER, 0, -1.0, 1e300),

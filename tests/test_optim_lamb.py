@@ -33,7 +33,7 @@ FROZEN = {
 SHAPES = ((40, 30), (7,), (0,), (1,), (3, 100), (50,))
 
 
-def followed(steps: int = 76, growth: float = 1.02, seed: int = 10, **differing: Any) -> Problem:
+def followed(steps: int = 76, growth: float = 1.02, seed: int = 1, **differing: Any) -> Problem:
     """8 dense steps, 50 compressed ones with growing gradients, a refresh, more; part of the first tensor never has a gradient."""
     options = {**FOLLOWED, **differing}
     return Problem(steps, options, shapes=SHAPES, cold=100, seed=seed, algorithm="onebit_lamb", growth=growth)
@@ -52,8 +52,9 @@ BLANK = dataclasses.replace(
 RUNS = {
     "defaults": followed(),
     "shrinking gradients": followed(growth=0.975, seed=13),
-    "a refresh every 7 steps": followed(40, refresh_interval=7, refresh_steps=2),
+    "a refresh every 7 steps": followed(40, seed=10, refresh_interval=7, refresh_steps=2),
     "ratios measured every third step": followed(40, ratio_interval=3),
+    "one scale for workers and servers": followed(40, seed=0, scale_factor=1.1),
     "published recipe": frozen(bias_correction=False),
     "frozen ratios": frozen(),
     "never refreshed": followed(70, refresh_interval="never", bias_correction=False),
@@ -646,6 +647,22 @@ def test_a_run_in_which_no_compressed_parameter_is_trainable_is_legal(trust_rati
 
 
 # ----- options -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "workers", "servers"),
+    [
+        ({}, 1.25, None),  # by the number of workers
+        ({"scale_factor": 1.1}, 1.1, 1.1),
+        ({"server_scale_factor": 1.6}, 1.25, 1.6),
+        ({"scale_factor": 1.1, "server_scale_factor": 0.9}, 1.1, 0.9),
+        ({"trust_ratio": "frozen"}, 1.0, 1.0),
+        ({"trust_ratio": "frozen", "server_scale_factor": 1.5}, 1.0, 1.5),
+    ],
+)
+def test_scales_of_workers_and_servers(given: dict[str, Any], workers: float, servers: float | None) -> None:
+    settings = OnebitLamb([torch.nn.Parameter(torch.zeros(3))], **given).settings
+    assert (settings["scale_factor"], settings["server_scale_factor"]) == (workers, servers)
 
 
 @pytest.mark.parametrize(

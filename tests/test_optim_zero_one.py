@@ -109,6 +109,7 @@ CASES = {
         options={**SCHEDULE, "bucket_mb": 16.0},
     ),
     "preconditioned from the start": problem(options={**SCHEDULE, "preconditioned": True}),
+    "a scale of the servers": problem(options={**SCHEDULE, "server_scale_factor": 1.5}),
     "an average of refreshes, preconditioned, no bias correction": problem(
         options={**SCHEDULE, "var_decay": "refresh", "preconditioned": True, "bias_correction": False}
     ),

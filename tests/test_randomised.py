@@ -115,6 +115,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         # short warm-ups leave second moments that say little: the floor must hold
         options |= {"denominator_floor": 0.1, "bias_correction": draw(st.booleans())}
         options["scale_factor"] = draw(st.sampled_from([None, None, 0.7, 1.5]))
+        options["server_scale_factor"] = draw(st.sampled_from([None, None, 0.9, 1.6]))
         name = "var_freeze_step" if algorithm == "zero_one_adam" else "freeze_step"
         if freeze is None:
             options[name] = draw(st.one_of(st.none(), early.map(lambda step: step + 1)))

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
+from lightning_onebit.optim.moments import scale_factors
 from lightning_onebit.optim.options import CommonOptions, check_flag
 from lightning_onebit.optim.refresh import CompressingAdam
 
@@ -49,6 +50,7 @@ class OnebitAdam(CompressingAdam):
             proportion to the step it would take; False: the momentum itself, as published.
         scale_factor: the magnitude that a block is sent with, in units of its root mean square, above 0 and at most 1.7. None: 1, as
             published. A larger one sends what lasts sooner and leaves smaller residuals (docs/algorithms).
+        server_scale_factor: the same of what servers send, the averages. None: ``scale_factor``.
         refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
             steps have become a tenth smaller, which they do where gradients go on shrinking after the freeze;
             ``"never"``: they stay as they froze, as published (docs/freeze). A refresh holds 8 bytes per parameter more while it lasts.
@@ -97,6 +99,7 @@ class OnebitAdam(CompressingAdam):
         denominator_floor: float = 0.1,
         preconditioned: bool = True,
         scale_factor: float | None = None,
+        server_scale_factor: float | None = None,
         refresh_interval: int | str = "auto",
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -131,7 +134,7 @@ class OnebitAdam(CompressingAdam):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
-                "scale_factor": 1.0 if scale_factor is None else scale_factor,
+                **scale_factors(scale_factor, server_scale_factor),
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
             },

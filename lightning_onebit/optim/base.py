@@ -798,13 +798,17 @@ class OnebitOptimizer(StatefulOptimizer):
         """Where compressing a bucket leaves sums over its blocks (see ``compress`` of the kernels), if these are wanted."""
         return None
 
+    def _server_factor(self) -> float:
+        """The magnitude that a server sends a block with, in units of its root mean square."""
+        return float(self.settings.get("server_scale_factor", 1.0))
+
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
         ranks = self._ranks()
         rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
         out = self._payload(bucket, 1)
         lengths, residual = self._lookups.server.get(bucket.index) or self._server_side(bucket)
-        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes, self._scale_factor)
+        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes, self._server_factor())
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:

@@ -15,6 +15,7 @@ from lightning_onebit.comm import Bucket, Plan, share_values
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
+from lightning_onebit.optim.moments import scale_factors
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer, check_number
 from lightning_onebit.optim.refresh import CompressingAdam
 from lightning_onebit.optim.rules import dense_lamb_, sum_in_order
@@ -25,8 +26,9 @@ log = logging.getLogger("lightning_onebit")
 TRUST_RATIOS = ("followed", "frozen")
 FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 
-#: default of scale_factor with trust_ratio="followed"
-SCALE_FACTOR = 1.25
+#: with trust_ratio="followed", defaults of scale_factor, and of server_scale_factor where so many workers (nodes) are averaged: an
+#: average of fewer lasts no longer than what one of them sends
+SCALE_FACTOR, SERVER_SCALE_FACTOR, MANY_WORKERS = 1.25, 1.5, 4
 
 #: default of ratio_interval; compressed steps after the freeze or a refresh in which gradients are measured whatever it is; and steps
 #: that the averages remember, so that a measurement counts by ratio_interval over that, or as one of those there are while they are few
@@ -94,6 +96,8 @@ class OnebitLamb(CompressingAdam):
             ``trust_ratio="followed"`` only. The more often, the less noise is in the ratios; a measurement is some more arithmetic and
             24 bytes per tensor and rank.
         scale_factor: see ``OnebitAdam``. None: 1.25, or 1 with ``trust_ratio="frozen"``.
+        server_scale_factor: see ``OnebitAdam``. None: ``scale_factor``, but 1.5 where that is not given either and four workers or more
+            (nodes, where the exchange is hierarchical) are averaged, with ``trust_ratio="followed"``.
         refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
             local gradients in units of denominators have grown by a factor of 1.3 in energy, 50 steps after the last at the
             earliest; ``"never"``: they stay as they froze. None: ``"auto"``, or ``"never"`` with ``trust_ratio="frozen"``, which knows
@@ -142,6 +146,7 @@ class OnebitLamb(CompressingAdam):
         trust_ratio: str = "followed",
         ratio_interval: int | None = None,
         scale_factor: float | None = None,
+        server_scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int | None = None,
         bias_correction: bool = True,
@@ -185,8 +190,12 @@ class OnebitLamb(CompressingAdam):
             )
         if refresh_interval is None:
             refresh_interval = "auto" if trust_ratio == "followed" else "never"
-        if scale_factor is None:
-            scale_factor = SCALE_FACTOR if trust_ratio == "followed" else 1.0
+        scales: dict[str, float | None] = {**scale_factors(scale_factor, server_scale_factor)}
+        if trust_ratio == "followed" and scale_factor is None:
+            scales = {
+                "scale_factor": SCALE_FACTOR,
+                "server_scale_factor": server_scale_factor,
+            }  # None: by the number of workers
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
         # compressed steps since the freeze or the last refresh; whether gradients are measured in the running one, and what has been
@@ -224,7 +233,7 @@ class OnebitLamb(CompressingAdam):
                 **published,
                 "trust_ratio": trust_ratio,
                 "ratio_interval": ratio_interval or (RATIO_INTERVAL if trust_ratio == "followed" else None),
-                "scale_factor": scale_factor,
+                **scales,
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
             },
@@ -248,6 +257,12 @@ class OnebitLamb(CompressingAdam):
     @property
     def _preconditioned(self) -> bool:
         return self._follows
+
+    def _server_factor(self) -> float:
+        """See the base; by default by the number of workers."""
+        if self.settings["server_scale_factor"] is not None:
+            return super()._server_factor()
+        return SERVER_SCALE_FACTOR if self._ranks().nodes >= MANY_WORKERS else SCALE_FACTOR
 
     # ----- warm-up ----------------------------------------------------------------------------------------------------
 

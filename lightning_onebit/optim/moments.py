@@ -29,6 +29,12 @@ LARGEST_SCALE_FACTOR = 1.7
 EXACT = "_exact"
 
 
+def scale_factors(workers: float | None, servers: float | None) -> dict[str, float]:
+    """The settings of ``scale_factor`` and ``server_scale_factor``, by default 1 and the same."""
+    own = 1.0 if workers is None else workers
+    return {"scale_factor": own, "server_scale_factor": own if servers is None else servers}
+
+
 class AdamMoments(OnebitOptimizer):
     """Base of the optimizers whose second moments freeze; see ``OnebitAdam`` for the options."""
 
@@ -40,6 +46,8 @@ class AdamMoments(OnebitOptimizer):
         check_flag("bias_correction", settings["bias_correction"])
         check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
         check_number("scale_factor", settings["scale_factor"], above=0, most=LARGEST_SCALE_FACTOR)
+        servers = settings["server_scale_factor"]
+        check_number("server_scale_factor", servers, above=0, most=LARGEST_SCALE_FACTOR, optional=True)
         # by parameter index: updates of a second moment that froze, or is refreshed now and then (0/1 Adam); without an entry
         # it has been updated at every step of its parameter
         self._variance_steps: dict[int, int] = {}

@@ -16,6 +16,7 @@ from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Coefficients, Phase
+from lightning_onebit.optim.moments import scale_factors
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam
@@ -82,6 +83,7 @@ class ZeroOneAdam(RefreshingAdam):
             its freeze on (``"auto"``), when denominators are those of many gradients; from the first one-bit round on (True); never
             (False, as published).
         scale_factor: see ``OnebitAdam``.
+        server_scale_factor: see ``OnebitAdam``.
         refresh_interval: steps between two refreshes of the frozen variance, >= 1; ``"auto"``: refreshed whenever steps have become a
             tenth smaller; ``"never"``, as published. See ``OnebitAdam``.
         refresh_steps: dense steps of a refresh, see ``OnebitAdam``.
@@ -129,6 +131,7 @@ class ZeroOneAdam(RefreshingAdam):
         denominator_floor: float = 0.1,
         preconditioned: bool | str = "auto",
         scale_factor: float | None = None,
+        server_scale_factor: float | None = None,
         refresh_interval: int | str = "auto",
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
@@ -210,7 +213,7 @@ class ZeroOneAdam(RefreshingAdam):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
-                "scale_factor": 1.0 if scale_factor is None else scale_factor,
+                **scale_factors(scale_factor, server_scale_factor),
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
                 "var_update_scaler": var_update_scaler,

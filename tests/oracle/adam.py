@@ -71,6 +71,7 @@ class Adam:
         block_size: int = 2048,
         phi: float = 0.1,
         scale_factor: float = 1.0,
+        server_scale_factor: float | None = None,
         preconditioned: bool = True,
         refresh_interval: int | str = "auto",
         refresh_steps: int = 4,
@@ -92,7 +93,7 @@ class Adam:
         # t counts steps in which the tensor took part, k those in which its v was updated (as torch.optim.AdamW counts, per tensor)
         self.t = [0] * len(x)
         self.k = [0] * len(x)
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, scale_factor)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, scale_factor, server_scale_factor)
         self.steps = self.skipped = 0
         # what the denominators are made of in the compressed stage: v and k as they were at the freeze or the last refresh
         self.v_D = self.v

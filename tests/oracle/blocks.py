@@ -43,9 +43,16 @@ class Exchange:
     """
 
     def __init__(
-        self, sizes: Sequence[int], n: int, block_size: int, ranks_per_node: int = 1, kappa: float = 1.0
+        self,
+        sizes: Sequence[int],
+        n: int,
+        block_size: int,
+        ranks_per_node: int = 1,
+        kappa: float = 1.0,
+        server_kappa: float | None = None,
     ) -> None:
         self.block_size, self.kappa = block_size, kappa
+        self.server_kappa = kappa if server_kappa is None else server_kappa
         self.ranks_per_node = ranks_per_node
         self.e = [[np.zeros(size) for size in sizes] for _ in range(n // ranks_per_node)]
         self.d = [np.zeros(size) for size in sizes]
@@ -57,15 +64,15 @@ class Exchange:
         sent = []
         for i in range(len(c)):
             y = c[i] + self.e[i][l]  # y_i = c_i + e_i
-            sent.append(self._compress(y))  # send C(y_i)
+            sent.append(self._compress(y, self.kappa))  # send C(y_i)
             self.e[i][l] = y - sent[i]  # e_i = y_i - C(y_i)
         z = np.mean(sent, axis=0) + self.d[l]  # z = (1/n) sum_i C(y_i) + d_r
-        reply = self._compress(z)  # send C(z)
+        reply = self._compress(z, self.server_kappa)  # send C(z)
         self.d[l] = z - reply  # d_r = z - C(z)
         return reply
 
-    def _compress(self, y: Array) -> Array:
-        c = compress(y, self.block_size, self.kappa)
+    def _compress(self, y: Array, kappa: float) -> Array:
+        c = compress(y, self.block_size, kappa)
         # an exact 0 (and an all-zero block) has its sign for certain: fp32 computes the same 0
         unsure = (y != 0) & (c != 0)
         if unsure.any():

@@ -59,6 +59,7 @@ class Lamb:
         trust_ratio: str = "followed",
         ratio_interval: int = 2,
         scale_factor: float | None = None,
+        server_scale_factor: float | None = None,
         refresh_interval: int | str | None = None,
         refresh_steps: int = 4,
         ranks_per_node: int = 1,
@@ -88,8 +89,12 @@ class Lamb:
         self.v_D, self.k_D = self.v, self.k
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
-        kappa = scale_factor or (1.25 if self.followed else 1.0)
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, kappa)
+        kappa, server_kappa = (1.25, 1.5 if self.nodes >= 4 else 1.25) if self.followed else (1.0, 1.0)
+        if scale_factor is not None:
+            kappa = server_kappa = scale_factor
+        if server_scale_factor is not None:
+            server_kappa = server_scale_factor
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, kappa, server_kappa)
         self.steps = self.skipped = 0
         self.frozen = False
 

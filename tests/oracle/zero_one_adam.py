@@ -124,6 +124,7 @@ class ZeroOneAdam:
         block_size: int = 2048,
         phi: float = 0.1,
         scale_factor: float = 1.0,
+        server_scale_factor: float | None = None,
         preconditioned: bool | str = "auto",
         refresh_interval: int | str = "auto",
         refresh_steps: int = 4,
@@ -145,7 +146,7 @@ class ZeroOneAdam:
         self.S = [0.0] * len(sizes)
         self.t = [0] * len(sizes)
         self.k = [0] * len(sizes)
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, scale_factor)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, scale_factor, server_scale_factor)
         self.steps = self.skipped = 0
         self.compressed_once = False
         self.kinds: list[str] = []  # what each step was: "refresh", "dense", "compressed", "sync", "local" or "relearn"
