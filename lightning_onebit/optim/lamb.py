@@ -190,12 +190,10 @@ class OnebitLamb(CompressingAdam):
             )
         if refresh_interval is None:
             refresh_interval = "auto" if trust_ratio == "followed" else "never"
-        scales: dict[str, float | None] = {**scale_factors(scale_factor, server_scale_factor)}
+        scales: dict[str, Any] = scale_factors(scale_factor, server_scale_factor)
         if trust_ratio == "followed" and scale_factor is None:
-            scales = {
-                "scale_factor": SCALE_FACTOR,
-                "server_scale_factor": server_scale_factor,
-            }  # None: by the number of workers
+            # the servers' None: by the number of workers, which is not known yet
+            scales = {"scale_factor": SCALE_FACTOR, "server_scale_factor": server_scale_factor}
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
         # compressed steps since the freeze or the last refresh; whether gradients are measured in the running one, and what has been
