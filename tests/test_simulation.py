@@ -25,8 +25,18 @@ ALGORITHMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 }
 
 
-def train(group: SimulatedGroup | None, rank: int, algorithm: str, options: dict[str, Any], steps: int = 16) -> Any:
-    """Random gradients on some parameters, one of them without a gradient on rank 1; returns weights and bytes sent."""
+def train(
+    group: SimulatedGroup | None,
+    rank: int,
+    algorithm: str,
+    options: dict[str, Any],
+    steps: int = 16,
+    grid: float | None = None,
+) -> Any:
+    """Random gradients on some parameters, one of them without a gradient on rank 1; returns weights and bytes sent.
+
+    ``grid``: gradients are multiples of it, and so are their sums, without rounding, in whatever order they are taken.
+    """
     draws = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=draws)) for shape in SHAPES]
     kind, own = ALGORITHMS[algorithm]
@@ -35,6 +45,8 @@ def train(group: SimulatedGroup | None, rank: int, algorithm: str, options: dict
     for _ in range(steps):
         for i, p in enumerate(params):
             grad = torch.randn(p.shape, generator=mine)
+            if grid is not None:
+                grad = (grad / grid).round() * grid
             p.grad = None if (i, rank) == (1, 1) else grad
         optimizer.step()
     total = optimizer.ledger.total  # type: ignore[attr-defined]
@@ -43,6 +55,10 @@ def train(group: SimulatedGroup | None, rank: int, algorithm: str, options: dict
 
 def train_in_process(rank: int, world: int, algorithm: str) -> Any:
     return train(None, rank, algorithm, {})
+
+
+def train_on_a_grid(rank: int, world: int, algorithm: str, steps: int) -> Any:
+    return train(None, rank, algorithm, {}, steps, grid=2**-10)
 
 
 def train_in_nodes(rank: int, world: int, algorithm: str, ranks_per_node: int) -> Any:
@@ -75,6 +91,17 @@ def test_two_simulated_ranks_compute_the_bits_of_two_processes(algorithm: str) -
 def test_three_simulated_ranks_follow_three_processes_without_a_dense_step_bit_for_bit() -> None:
     real = run_ranks(train_in_process, 3, "binsgdm")
     simulated = SimulatedWorld(3, timeout=60).run(lambda group: train(group, group.rank, "binsgdm", {}))
+    for (weights, sent), (others, also_sent) in zip(simulated, real, strict=True):
+        assert sent == also_sent
+        for mine, theirs in zip(weights, others, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_four_simulated_ranks_compute_the_bits_of_four_processes_where_dense_sums_are_exact(algorithm: str) -> None:
+    # 1-bit LAMB: its servers' scale for four workers, ratios that follow measurements, and their order over ranks
+    real = run_ranks(train_on_a_grid, 4, algorithm, 120)
+    simulated = SimulatedWorld(4, timeout=60).run(lambda g: train(g, g.rank, algorithm, {}, 120, grid=2**-10))
     for (weights, sent), (others, also_sent) in zip(simulated, real, strict=True):
         assert sent == also_sent
         for mine, theirs in zip(weights, others, strict=True):
