@@ -601,8 +601,8 @@ OVER_TIME: Options = (("preconditioned", True), ("var_freeze_step", 1200), *ALL_
 DENSER: Options = (*ALL_COUNT, ("var_update_scaler", 64))
 # and whose steps before the freeze all are (of 240, but for the last few)
 ALL_DENSE: Options = (*ALL_COUNT, ("var_update_scaler", 236))
-# blocks sent with a quarter more than their root mean square, by workers and servers; 1-bit LAMB's servers send half more by default,
-# of four workers or more
+# blocks sent with a quarter more than their root mean square, by workers and servers; by default 1-bit LAMB's servers send half more, of
+# four workers or more, and so do its workers, of 32 or more
 LARGER: Options = (("scale_factor", 1.25),)
 # the same, and 1-bit LAMB's ratios measured in every tenth step, and not in every second
 SELDOM: Options = (("ratio_interval", 10), *LARGER)

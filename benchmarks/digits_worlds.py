@@ -122,7 +122,9 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
         raise ValueError(f"workers={job.workers} cannot share {task.batch} images evenly; choose a divisor")
     share = max(1, round(0.2 * task.steps))
     # scales of workers and servers
-    defaults = (1.25, 1.5 if job.workers >= 4 else 1.25) if job.optimizer == "onebit_lamb" else (1.0, 1.0)
+    defaults = (1.0, 1.0)
+    if job.optimizer == "onebit_lamb":
+        defaults = 1.5 if job.workers >= 32 else 1.25, 1.5 if job.workers >= 4 else 1.25
     config = _Config(
         algorithm=ALGORITHMS.index(job.optimizer),
         lr=job.lr,
@@ -175,6 +177,8 @@ SHORTER = (("magnitude_beta", 0.99),)
 DENSER = (("var_rise_steps", 0), ("var_update_scaler", 64))
 # 1-bit LAMB's servers with the scale of its workers
 EVEN = (("scale_factor", 1.25),)
+# its workers' scale with 64 of them that of few
+FEW = (*EVEN, ("server_scale_factor", 1.5))
 # and what its ratios follow measured in every tenth step, and not in every second
 SELDOM = (("ratio_interval", 10), *EVEN)
 WORKERS = (4, 16, 64)
@@ -190,6 +194,7 @@ def keys() -> list[Key]:
         *(("lamb", 1, (), lr) for lr in LAMB_LRS),
         *(("onebit_adam", n, (), 0.016) for n in WORKERS),
         *(("onebit_lamb", n, (), 0.01131) for n in WORKERS),
+        ("onebit_lamb", 64, FEW, 0.01131),
         *(("onebit_lamb", n, EVEN, 0.01131) for n in WORKERS),
         *(("onebit_lamb", n, SELDOM, 0.01131) for n in WORKERS),
         *(("zero_one_adam", n, (), 0.016) for n in WORKERS),
@@ -207,7 +212,11 @@ CLOSE = 2.5
 def seeds_of(key: Key, count: int) -> int:
     """How many seeds a world is run with, where others have ``count``."""
     optimizer, workers, options, _ = key
-    close = (*(("onebit_lamb", n, scales) for n in (4, 16) for scales in ((), EVEN)), ("zero_one_adam", 16, ()))
+    close = (
+        *(("onebit_lamb", n, ()) for n in WORKERS),
+        *(("onebit_lamb", n, EVEN) for n in WORKERS[:2]),
+        ("zero_one_adam", 16, ()),
+    )
     return round(count * CLOSE) if optimizer in ("adamw", "lamb") or (optimizer, workers, options) in close else count
 
 

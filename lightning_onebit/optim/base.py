@@ -86,8 +86,6 @@ class OnebitOptimizer(StatefulOptimizer):
         self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
     ) -> None:
         super().__init__(params, defaults, options, settings or {})
-        # what a block is sent with, in units of its root mean square
-        self._scale_factor: float = self.settings.get("scale_factor", 1.0)
         # facts of the running step
         self._present: list[bool] | None = None
         self._verdict: Control | None = None
@@ -789,7 +787,7 @@ class OnebitOptimizer(StatefulOptimizer):
             e=residual,
             out=out,
             r=r,
-            scale_factor=self._scale_factor,
+            scale_factor=self._scale_factors()[0],
             products=self._products_of(bucket),
         )
         return out.raw
@@ -798,9 +796,9 @@ class OnebitOptimizer(StatefulOptimizer):
         """Where compressing a bucket leaves sums over its blocks (see ``compress`` of the kernels), if these are wanted."""
         return None
 
-    def _server_factor(self) -> float:
-        """The magnitude that a server sends a block with, in units of its root mean square."""
-        return float(self.settings.get("server_scale_factor", 1.0))
+    def _scale_factors(self) -> tuple[float, float]:
+        """The magnitudes that a worker and a server send a block with, in units of its root mean square."""
+        return self.settings.get("scale_factor", 1.0), self.settings.get("server_scale_factor", 1.0)
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
@@ -808,7 +806,7 @@ class OnebitOptimizer(StatefulOptimizer):
         rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
         out = self._payload(bucket, 1)
         lengths, residual = self._lookups.server.get(bucket.index) or self._server_side(bucket)
-        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes, self._server_factor())
+        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes, self._scale_factors()[1])
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:

@@ -26,9 +26,9 @@ log = logging.getLogger("lightning_onebit")
 TRUST_RATIOS = ("followed", "frozen")
 FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 
-#: with trust_ratio="followed", defaults of scale_factor, and of server_scale_factor where so many workers (nodes) are averaged: an
-#: average of fewer lasts no longer than what one of them sends
-SCALE_FACTOR, SERVER_SCALE_FACTOR, MANY_WORKERS = 1.25, 1.5, 4
+#: with trust_ratio="followed", defaults of scale_factor and server_scale_factor, from so many workers (nodes) on: an average of two or
+#: three lasts no longer than what one of them sends, and in one of many the noise of what each sends is small, but its lag is not
+SCALE_FACTORS = {1: (1.25, 1.25), 4: (1.25, 1.5), 32: (1.5, 1.5)}
 
 #: default of ratio_interval; compressed steps after the freeze or a refresh in which gradients are measured whatever it is; and steps
 #: that the averages remember, so that a measurement counts by ratio_interval over that, or as one of those there are while they are few
@@ -95,9 +95,10 @@ class OnebitLamb(CompressingAdam):
         ratio_interval: compressed steps from one measurement of the norms that ratios follow to the next, >= 1 (None: 2), with
             ``trust_ratio="followed"`` only. The more often, the less noise is in the ratios; a measurement is some more arithmetic and
             24 bytes per tensor and rank.
-        scale_factor: see ``OnebitAdam``. None: 1.25, or 1 with ``trust_ratio="frozen"``.
+        scale_factor: see ``OnebitAdam``. None: 1.25, and 1.5 where 32 workers or more (nodes, where the exchange is hierarchical) are
+            averaged; 1 with ``trust_ratio="frozen"``.
         server_scale_factor: see ``OnebitAdam``. None: ``scale_factor``, but 1.5 where that is not given either and four workers or more
-            (nodes, where the exchange is hierarchical) are averaged, with ``trust_ratio="followed"``.
+            are averaged, with ``trust_ratio="followed"``.
         refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
             local gradients in units of denominators have grown by a factor of 1.3 in energy, 50 steps after the last at the
             earliest; ``"never"``: they stay as they froze. None: ``"auto"``, or ``"never"`` with ``trust_ratio="frozen"``, which knows
@@ -192,8 +193,8 @@ class OnebitLamb(CompressingAdam):
             refresh_interval = "auto" if trust_ratio == "followed" else "never"
         scales: dict[str, Any] = scale_factors(scale_factor, server_scale_factor)
         if trust_ratio == "followed" and scale_factor is None:
-            # the servers' None: by the number of workers, which is not known yet
-            scales = {"scale_factor": SCALE_FACTOR, "server_scale_factor": server_scale_factor}
+            # None: by the number of workers, which is not known yet
+            scales = {"scale_factor": None, "server_scale_factor": server_scale_factor}
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
         # compressed steps since the freeze or the last refresh; whether gradients are measured in the running one, and what has been
@@ -256,11 +257,14 @@ class OnebitLamb(CompressingAdam):
     def _preconditioned(self) -> bool:
         return self._follows
 
-    def _server_factor(self) -> float:
+    def _scale_factors(self) -> tuple[float, float]:
         """See the base; by default by the number of workers."""
-        if self.settings["server_scale_factor"] is not None:
-            return super()._server_factor()
-        return SERVER_SCALE_FACTOR if self._ranks().nodes >= MANY_WORKERS else SCALE_FACTOR
+        workers, servers = super()._scale_factors()
+        if workers is not None:
+            return workers, servers
+        nodes = self._ranks().nodes
+        by_number = SCALE_FACTORS[max(least for least in SCALE_FACTORS if least <= nodes)]
+        return by_number[0], by_number[1] if servers is None else servers
 
     # ----- warm-up ----------------------------------------------------------------------------------------------------
 

@@ -45,9 +45,8 @@ class AdamMoments(OnebitOptimizer):
             check_integer(name, settings.get(name), least=1, optional=True)
         check_flag("bias_correction", settings["bias_correction"])
         check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
-        check_number("scale_factor", settings["scale_factor"], above=0, most=LARGEST_SCALE_FACTOR)
-        servers = settings["server_scale_factor"]
-        check_number("server_scale_factor", servers, above=0, most=LARGEST_SCALE_FACTOR, optional=True)
+        for name in ("scale_factor", "server_scale_factor"):
+            check_number(name, settings[name], above=0, most=LARGEST_SCALE_FACTOR, optional=True)
         # by parameter index: updates of a second moment that froze, or is refreshed now and then (0/1 Adam); without an entry
         # it has been updated at every step of its parameter
         self._variance_steps: dict[int, int] = {}

@@ -89,7 +89,9 @@ class Lamb:
         self.v_D, self.k_D = self.v, self.k
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
-        kappa, server_kappa = (1.25, 1.5 if self.nodes >= 4 else 1.25) if self.followed else (1.0, 1.0)
+        kappa = server_kappa = 1.0
+        if self.followed:
+            kappa, server_kappa = 1.5 if self.nodes >= 32 else 1.25, 1.5 if self.nodes >= 4 else 1.25
         if scale_factor is not None:
             kappa = server_kappa = scale_factor
         if server_scale_factor is not None:
