@@ -177,7 +177,7 @@ SHORTER = (("magnitude_beta", 0.99),)
 DENSER = (("var_rise_steps", 0), ("var_update_scaler", 64))
 # 1-bit LAMB's servers with the scale of its workers
 EVEN = (("scale_factor", 1.25),)
-# its workers' scale with 64 of them that of few
+# its workers, 64 of them, with the scale that few have
 FEW = (*EVEN, ("server_scale_factor", 1.5))
 # and what its ratios follow measured in every tenth step, and not in every second
 SELDOM = (("ratio_interval", 10), *EVEN)
