@@ -597,7 +597,9 @@ STEPS: Options = (("preconditioned", True), *FROZEN, ("var_decay", "refresh"), *
 # 0/1 Adam with its variance refreshed to the end of the run, hence without local steps: as an average of refreshes, and over time
 TO_THE_END: Options = (("preconditioned", True), ("var_decay", "refresh"), ("var_freeze_step", 1200), *ALL_COUNT)
 OVER_TIME: Options = (("preconditioned", True), ("var_freeze_step", 1200), *ALL_COUNT)
-# 0/1 Adam whose refreshes before the freeze grow rarer after 64 of them in the place of 16
+# 0/1 Adam whose refreshes grow rarer as soon as lr has risen, in 60 steps, and not after four times as many
+RISEN: Options = (("var_rise_steps", 60),)
+# whatever lr does, after 64 of them in the place of 16
 DENSER: Options = (*ALL_COUNT, ("var_update_scaler", 64))
 # and whose steps before the freeze all are (of 240, but for the last few)
 ALL_DENSE: Options = (*ALL_COUNT, ("var_update_scaler", 236))
@@ -698,23 +700,29 @@ def studies() -> dict[str, list[Chain]]:
                     also=((4, False, MOST_SEEDS),),
                     also_rungs=(0, 1),
                 )
-                for options in ((), ALL_COUNT, DENSER)
+                for options in ((), RISEN, ALL_COUNT, DENSER)
             ),
             digits(
                 "zero_one_adam",
                 seeds=ALL_SEEDS,
+                also=((2, True, ALL_SEEDS), (4, True, MOST_SEEDS), (16, False, ALL_SEEDS), (64, False, MANY_SEEDS)),
+            ),
+            digits(
+                "zero_one_adam",
+                options=RISEN,
+                seeds=ALL_SEEDS,
                 also=((2, True, MANY_SEEDS), many, (16, False, TWICE_ALL), (64, False, MANY_SEEDS)),
             ),
             # the neighbours of that lr with 16 workers
-            digits("zero_one_adam", also=((16, False, MOST_SEEDS),), also_rungs=(1,)),
-            digits("zero_one_adam", also=((16, False, TEN_SEEDS),), also_rungs=(-1,)),
+            digits("zero_one_adam", options=RISEN, also=((16, False, MOST_SEEDS),), also_rungs=(1,)),
+            digits("zero_one_adam", options=RISEN, also=((16, False, TEN_SEEDS),), also_rungs=(-1,)),
             digits("zero_one_adam", options=DENSER, also=((16, False, MOST_SEEDS),)),
             digits("zero_one_adam", 16, options=ALL_DENSE, seeds=ALL_SEEDS, also=((64, False, MANY_SEEDS),)),
             # the neighbours with 64 workers; the better one of each with all the seeds
             digits("onebit_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1,)),
             digits("onebit_adam", also=((64, False, MANY_SEEDS),), also_rungs=(1,)),
-            digits("zero_one_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(1,)),
-            digits("zero_one_adam", also=((64, False, MANY_SEEDS),), also_rungs=(-1,)),
+            digits("zero_one_adam", options=RISEN, also=((64, False, DIGITS_SEEDS),), also_rungs=(1,)),
+            digits("zero_one_adam", options=RISEN, also=((64, False, MANY_SEEDS),), also_rungs=(-1,)),
             sharp("lamb", 1, seeds=ALL_SEEDS, also=((1, False, TWICE_ALL),), also_rungs=(-0.5, 0, 0.5)),
             sharp(
                 "onebit_lamb",
@@ -728,7 +736,7 @@ def studies() -> dict[str, list[Chain]]:
                     (2, True, MOST_SEEDS),
                     (4, False, ALL_SEEDS),
                     (16, False, MOST_SEEDS),
-                    (64, False, TWELVE_SEEDS),
+                    (64, False, MANY_SEEDS),
                 ),
                 also_rungs=(-0.5,),
             ),
@@ -860,7 +868,7 @@ def studies() -> dict[str, list[Chain]]:
             ),
             digits(
                 "zero_one_adam",
-                options=LARGER,
+                options=(*LARGER, *RISEN),
                 seeds=ALL_SEEDS,
                 also=((2, True, MANY_SEEDS), one_of_four, (16, False, ALL_SEEDS)),
             ),

@@ -398,10 +398,11 @@ class World {
 
   void run_zero_one() {
     constexpr int kSettled = 32;  // refreshes after which steps are compressed, and not momenta
+    constexpr int kWait = 4;      // times as long as lr rises, if it does when gaps would grow, every step refreshes
     const int steps = static_cast<int>(config_.steps), frozen = static_cast<int>(config_.freeze_step);
     const int scaler = static_cast<int>(config_.var_update_scaler);
     const float b1 = static_cast<float>(kBeta1);
-    int counted = 0, refreshes = 0, next = 1, last = 0;
+    int counted = 0, refreshes = 0, next = 1, last = 0, risen = 0;
     double last_lr = -1;
     bool one_bit = false, stepwise = false;
     auto convert = [&] {  // what is owed, from momenta to steps
@@ -439,7 +440,9 @@ class World {
       } else {
         dense();
       }
-      const bool rises = counted >= scaler && last_lr >= 0 && lr_ > last_lr && t <= config_.var_rise_steps;
+      const bool waiting = counted >= scaler && t <= config_.var_rise_steps;
+      if (waiting && last_lr >= 0 && lr_ > last_lr) risen = t;
+      const bool rises = waiting && t < kWait * risen;
       next = t + (rises ? 1 : 1 << (counted / scaler));
       counted += !rises, last = t, last_lr = lr_;
       if (++refreshes == kSettled) convert();

@@ -135,7 +135,7 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
         freeze_step=share,
         scale_factor=options.get("scale_factor", defaults[0]),
         var_update_scaler=options.get("var_update_scaler", 16),
-        var_rise_steps=options.get("var_rise_steps", 64),
+        var_rise_steps=options.get("var_rise_steps", 256),
         local_step_scaler=share,
         local_step_clipper=options.get("local_step_clipper", 16),
         denominator_floor=options.get("denominator_floor", 1.0 if job.optimizer == "binsgdm" else 0.1),
@@ -175,6 +175,8 @@ ALL_DENSE = (("var_rise_steps", 0), ("var_update_scaler", 236))
 # a memory of magnitudes thirty times as long as the momentum's, and not a hundred
 SHORTER = (("magnitude_beta", 0.99),)
 DENSER = (("var_rise_steps", 0), ("var_update_scaler", 64))
+# 0/1 Adam's one-bit rounds as soon as lr has risen, in 60 steps
+RISEN = (("var_rise_steps", 60),)
 # 1-bit LAMB's servers with the scale of its workers
 EVEN = (("scale_factor", 1.25),)
 # its workers, 64 of them, with the scale that few have
@@ -197,7 +199,7 @@ def keys() -> list[Key]:
         ("onebit_lamb", 64, FEW, 0.01131),
         *(("onebit_lamb", n, EVEN, 0.01131) for n in WORKERS),
         *(("onebit_lamb", n, SELDOM, 0.01131) for n in WORKERS),
-        *(("zero_one_adam", n, (), 0.016) for n in WORKERS),
+        *(("zero_one_adam", n, options, 0.016) for options in ((), RISEN) for n in WORKERS),
         ("zero_one_adam", 16, DENSER, 0.016),
         *(("zero_one_adam", n, ALL_DENSE, 0.016) for n in WORKERS[1:]),
         *(("binsgdm", n, (), lr) for n, lr in zip(WORKERS, BINSGDM_LRS, strict=True)),
@@ -215,7 +217,7 @@ def seeds_of(key: Key, count: int) -> int:
     close = (
         *(("onebit_lamb", n, ()) for n in WORKERS),
         *(("onebit_lamb", n, EVEN) for n in WORKERS[:2]),
-        ("zero_one_adam", 16, ()),
+        *(("zero_one_adam", 16, options) for options in ((), RISEN)),
     )
     return round(count * CLOSE) if optimizer in ("adamw", "lamb") or (optimizer, workers, options) in close else count
 

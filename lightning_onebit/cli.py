@@ -28,7 +28,7 @@ _JOB_OPTIONS = (
         "block_size",
         "bucket_mb",
     ),
-    *("var_update_scaler", "var_rise_steps", "local_step_scaler", "local_step_clipper", "server"),
+    *("var_update_scaler", "lr_warmup_steps", "local_step_scaler", "local_step_clipper", "server"),
 )
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
@@ -148,10 +148,10 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--var-update-scaler", type=_whole(1), default=Job.var_update_scaler, help="0/1 Adam's (%(default)s)"
     )
     model.add_argument(
-        "--var-rise-steps",
+        "--lr-warmup-steps",
         type=_whole(0),
-        default=Job.var_rise_steps,
-        help="0/1 Adam's: steps in which its lr rises at first, 64 at most (%(default)s: a constant lr)",
+        default=Job.lr_warmup_steps,
+        help="steps in which the lr rises, which make 0/1 Adam's refreshes wait (%(default)s: a constant lr)",
     )
     model.add_argument("--local-step-scaler", type=_whole(1), help="0/1 Adam's (default: a fifth of the steps)")
     model.add_argument("--local-step-clipper", type=_whole(1), default=Job.local_step_clipper, help="0/1 Adam's")

@@ -154,7 +154,8 @@ class Job:
         block_size: elements that share a scale.
         bucket_mb: MB of fp32 gradients per bucket; at least a block is in one, in the exchange a block of every rank.
         var_update_scaler: 0/1 Adam's, like the three that follow.
-        var_rise_steps: steps in which its lr rises at first, 64 at most: the gap between refreshes stays at 1.
+        lr_warmup_steps: steps in which the run's lr rises: where it still does when 0/1 Adam's gaps would first grow, every step is a
+            refresh for four times as long, the first 256 at most.
         local_step_scaler: see ``ZeroOneAdam``; None: a fifth of ``steps``, about what the paper's 32,678 are of its 152,511.
         local_step_clipper: see ``ZeroOneAdam``.
         server: BinSGDM's.
@@ -172,7 +173,7 @@ class Job:
     block_size: int = 2048
     bucket_mb: float = 16.0
     var_update_scaler: int = 16
-    var_rise_steps: int = 0
+    lr_warmup_steps: int = 0
     local_step_scaler: int | None = None
     local_step_clipper: int = 16
     server: str = "feedback"
@@ -212,7 +213,7 @@ class Job:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 32; try 2048")
         check_number("bucket_mb", self.bucket_mb, above=0, most=LARGEST_BUCKET_MB)
         _check_count("var_update_scaler", self.var_update_scaler, least=1)
-        _check_count("var_rise_steps", self.var_rise_steps, least=0)
+        _check_count("lr_warmup_steps", self.lr_warmup_steps, least=0)
         _check_count("local_step_scaler", self.local_step_scaler, least=1, optional=True)
         _check_count("local_step_clipper", self.local_step_clipper, least=1)
         if self.local_step_scaler is not None and self.local_step_clipper == 1:
@@ -533,7 +534,7 @@ def _rounds(job: Job, name: str) -> dict[str, float]:
         return {"dense": float(dense), "one_bit": float(job.steps - dense), "silent": 0.0}
     scaler = job.local_step_scaler if job.local_step_scaler is not None else max(1, job.steps // 5)
     clipper = job.local_step_clipper
-    updates = (job.var_update_scaler, job.var_rise_steps)
+    updates = (job.var_update_scaler, job.lr_warmup_steps)
     return dict(_replayed(job.steps, dense, updates, scaler, clipper, job.refresh_interval, span))
 
 
@@ -551,7 +552,7 @@ def _replayed(
         steps,
         var_freeze_step=freeze,
         var_update_scaler=updates[0],
-        rise_steps=updates[1],
+        lr_warmup_steps=updates[1],
         policy=IntervalPolicy(clipper, scaler=local_scaler),
         refresh_interval=interval,
         refresh_steps=span,

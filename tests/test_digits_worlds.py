@@ -65,6 +65,8 @@ def distance(a: convergence.Params, b: convergence.Params) -> float:
         ("zero_one_adam", 4, 200, ()),  # gaps of 1, 2, 4 and 8 steps
         ("zero_one_adam", 4, 300, (("local_step_clipper", 2),)),
         ("zero_one_adam", 4, 240, (("var_rise_steps", 0),)),
+        ("zero_one_adam", 4, 400, ()),  # lr rises for 20 steps, and all up to the freeze are dense
+        ("zero_one_adam", 4, 400, (("var_rise_steps", 30),)),  # or the first 31
         ("zero_one_adam", 4, 40, (("var_rise_steps", 0), ("var_update_scaler", 2))),
     ],
 )

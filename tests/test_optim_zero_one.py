@@ -22,13 +22,14 @@ from lightning_onebit.optim.redistribute import Redistribution
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))
-#: refreshes at 1, 2, 3, 5, 7 (where lr rises as in WARMED_UP, at 1 to 4, 6 and 8); one-bit rounds between them; gaps 1, 2 and 4
-#: after step 8
+#: refreshes at 1, 2, 3, 5, 7 (where lr rises as in WARMED_UP, at 1 to 4, 6 and 8: by default every step up to 8 would be one); one-bit
+#: rounds between them; gaps 1, 2 and 4 after step 8
 SCHEDULE: dict[str, Any] = {
     "lr": 0.01,
     "weight_decay": 0.1,
     "var_freeze_step": 8,
     "var_update_scaler": 2,
+    "var_rise_steps": 3,
     "local_step_scaler": 4,
     "local_step_clipper": 4,
     "block_size": 64,
@@ -127,20 +128,24 @@ def test_follows_the_oracle_through_every_phase(world: int, case: str) -> None:
     assert_follows(run_world(train, world, made, real=True), made, simulated, seen)
 
 
-RISES: dict[int, Any] = {
-    # lr rises at 2 to 5: all but 3 to 5 count, all but 3, or all
-    64: ([1, 2, 3, 4, 5, 6, 8], [7]),
-    3: ([1, 2, 3, 4, 6, 8], [5, 7]),
-    0: ([1, 2, 3, 5, 7], [4, 6, 8]),
+RISES: dict[Any, Any] = {
+    # lr rises at 2 and 3, or at 2 to 5. None: all but 3 to 11 count, or all but 3 to 16; else all but 3 to 5, all but 3, or all
+    (None, 3): ([*range(1, 13), 14, 16], [13, 15]),
+    (None, 5): ([*range(1, 17)], []),
+    (5, 5): ([1, 2, 3, 4, 5, 6, 8, 10, 14], [7, 9, 11, 12, 13, 15, 16]),
+    (3, 5): ([1, 2, 3, 4, 6, 8, 12, 16], [5, 7, 9, 10, 11, 13, 14, 15]),
+    (0, 5): ([1, 2, 3, 5, 7, 11, 15], [4, 6, 8, 9, 10, 12, 13, 14, 16]),
 }
 
 
-@pytest.mark.parametrize("rise", RISES)
-def test_refreshes_of_a_rising_lr_do_not_count_as_the_oracle_says(rise: int) -> None:
-    made = problem(options={**SCHEDULE, "var_rise_steps": rise}, lrs=(0.001, 0.002, 0.004, 0.006, *[0.01] * 26))
+@pytest.mark.parametrize(("wait", "rise"), RISES)
+def test_refreshes_of_a_rising_lr_do_not_count_as_the_oracle_says(wait: int | None, rise: int) -> None:
+    lrs = tuple(min(t, rise) * 0.01 / rise for t in range(1, 31))
+    options = {**SCHEDULE, "var_rise_steps": wait, "var_freeze_step": 16}
+    made = problem(options={k: v for k, v in options.items() if v is not None}, lrs=lrs)
     simulated, seen = simulate(made, 2)
-    kinds = dict(enumerate(simulated.kinds[:8], 1))
-    refreshed, one_bit = RISES[rise]
+    kinds = dict(enumerate(simulated.kinds[:16], 1))
+    refreshed, one_bit = RISES[wait, rise]
     assert [t for t, kind in kinds.items() if kind == "refresh"] == refreshed
     assert [t for t, kind in kinds.items() if kind == "compressed"] == one_bit
     assert_follows(run_world(train, 2, made), made, simulated, seen)
@@ -532,7 +537,7 @@ def test_the_variance_and_its_updates_are_those_of_the_definition_on_two_ranks_o
 # ----- when steps are compressed -------------------------------------------------------------------------------------------------
 
 #: the 32nd refresh is step 47; steps 48, 50 to 52 and 54 to 56 are one-bit rounds after it, step 57 is the first after the freeze
-SETTLING = {**SCHEDULE, "var_update_scaler": 16, "var_freeze_step": 56}
+SETTLING = {**SCHEDULE, "var_update_scaler": 16, "var_rise_steps": 0, "var_freeze_step": 56}
 
 
 def settling(**options: Any) -> Problem:

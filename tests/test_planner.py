@@ -305,16 +305,16 @@ def test_short_runs_are_counted_as_the_optimizers_make_them(algorithm: str, warm
 
 
 def test_dense_rounds_of_a_rising_lr_are_counted_as_training_makes_them() -> None:
-    """Of 8 steps 1, 2, 3, 5 and 7 are dense, or 1 to 6 and 8 where lr rises until the 5th."""
+    """Of 16 steps 1, 2, 3, 5, 7, 11 and 15 are dense, or 1 to 12, 14 and 16 where lr rises until the 3rd."""
     optimizer = ZeroOneAdam([torch.nn.Parameter(torch.ones(2))], var_update_scaler=2)
     dense = 0
-    for step in range(1, 9):
+    for step in range(1, 17):
         if optimizer.variance_policy.due(step):
-            optimizer.variance_policy.record(step, min(step, 5) / 5)
+            optimizer.variance_policy.record(step, min(step, 3) / 3)
             dense += 1
-    job = replace(BERT, steps=8, warmup=1.0, var_update_scaler=2)
-    assert predict(NETWORK, job, "zero_one_adam").dense_share == 5 / 8
-    assert predict(NETWORK, replace(job, var_rise_steps=5), "zero_one_adam").dense_share == dense / 8 == 7 / 8
+    job = replace(BERT, steps=16, warmup=1.0, var_update_scaler=2)
+    assert predict(NETWORK, job, "zero_one_adam").dense_share == 7 / 16
+    assert predict(NETWORK, replace(job, lr_warmup_steps=3), "zero_one_adam").dense_share == dense / 16 == 14 / 16
 
 
 def test_a_run_that_is_all_warm_up_is_a_dense_run() -> None:

@@ -51,9 +51,10 @@ def test_gaps_grow_when_the_lr_has_risen() -> None:
     def warmed_up(step: int) -> float:
         return min(step, 7) / 7
 
-    # 1 and 2 count, 3 to 7 do not; then 8, and gaps of 2, 4 and 8
-    assert refreshes(VariancePolicy(2, rise_steps=64), 60, lr=warmed_up) == [*range(1, 9), 10, 12, 16, 20, 28, 36, 52]
-    # no longer than it is told to: 6 counts too, and 7 is none
+    # 1 and 2 count, 3 to 27 do not: four times as many steps as lr rises in; then 28, and gaps of 2, 4 and 8
+    assert refreshes(VariancePolicy(2, rise_steps=64), 60, lr=warmed_up) == [*range(1, 29), 30, 32, 36, 40, 48, 56]
+    # no longer than it is told to: 8 counts too, and 9 is a refresh still; or 6, and 7 is none
+    assert refreshes(VariancePolicy(2, rise_steps=8), 40, lr=warmed_up) == [*range(1, 10), 11, 13, 17, 21, 29, 37]
     assert refreshes(VariancePolicy(2, rise_steps=5), 60, lr=warmed_up) == [*range(1, 7), 8, 10, 14, 18, 26, 34, 50]
     # a rise that ends before the first gap would grow changes nothing
     assert refreshes(VariancePolicy(7, rise_steps=64), 60, lr=warmed_up) == refreshes(VariancePolicy(7), 60)
@@ -65,10 +66,25 @@ def test_gaps_grow_when_the_lr_has_risen() -> None:
 
 
 def test_a_rise_between_refreshes_counts_from_the_next_refresh_on() -> None:
-    """lr rises at 12 and 13; the refresh at 15 sees it, so 16 is one too; counted are 1, 2, 3, 5, 7, 11 and 16."""
-    policy = VariancePolicy(2, rise_steps=64)
-    assert refreshes(policy, 40, lr=lambda step: 1.0 + (step > 11) + (step > 12)) == [1, 2, 3, 5, 7, 11, 15, 16, 24, 32]
-    assert (policy.done, policy.risen, policy.refreshes) == (9, 1, 10)
+    """lr rises at 12 and 13; the refresh at 15 sees it, so those up to 18 do not count; 1, 2, 3, 5, 7, 11 and 19 do, and 27, 35."""
+    policy = VariancePolicy(2, rise_steps=18)
+    lr = lambda step: 1.0 + (step > 11) + (step > 12)  # noqa: E731
+    assert refreshes(policy, 40, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 20), 27, 35]
+    assert (policy.done, policy.risen, policy.refreshes, policy.top) == (9, 4, 13, 15)
+    assert refreshes(VariancePolicy(2, rise_steps=64), 68, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 61), 68]
+
+
+def test_gaps_that_wait_go_on_waiting_after_a_resume() -> None:
+    def lr(step: int) -> float:
+        return min(step, 6)
+
+    whole = refreshes(VariancePolicy(2, rise_steps=64), 60, lr=lr)
+    assert whole[:25] == [*range(1, 25), 26]
+    for cut in (4, 6, 7, 20, 25, 31):
+        first, rest = VariancePolicy(2, rise_steps=64), VariancePolicy(2, rise_steps=64)
+        before = refreshes(first, cut, lr=lr)
+        rest.load_state_dict(first.state_dict())
+        assert before + [step for step in refreshes(rest, 60, lr=lr, first=cut + 1)] == whole
 
 
 def test_synchronisation_gap_doubles_every_scaler_steps_up_to_the_clipper() -> None:
@@ -114,13 +130,21 @@ def test_an_lr_that_halves_by_multiplication_reaches_its_power_of_two() -> None:
     freeze=st.integers(1, 150),
     steps=st.integers(1, 300),
     rise=st.integers(0, 80),
+    wait=st.integers(0, 120),
 )
 def test_replay_counts_the_rounds_of_the_written_down_policies(
-    scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, rise: int
+    scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, rise: int, wait: int
 ) -> None:
     policy = make_sync_policy("interval", scaler=local_scaler, clipper=clipper)
-    ours = replay_schedule(steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy, rise_steps=rise)
-    t_v, t_u = oracle.VariancePolicy(freeze, scaler, rise), oracle.SyncPolicy(freeze, local_scaler, clipper)
+    ours = replay_schedule(
+        *(steps,),
+        var_freeze_step=freeze,
+        var_update_scaler=scaler,
+        policy=policy,
+        lr_warmup_steps=rise,
+        var_rise_steps=wait,
+    )
+    t_v, t_u = oracle.VariancePolicy(freeze, scaler, wait), oracle.SyncPolicy(freeze, local_scaler, clipper)
     theirs = {"dense": 0, "one_bit": 0, "silent": 0}
     for t in range(1, steps + 1):
         refresh, sync = t_v(t, min(t, max(rise, 1)) / 100), t_u(t, 1.0)

@@ -11,6 +11,9 @@ from typing import Any, ClassVar, Protocol
 
 from lightning_onebit.optim.options import check_integer
 
+# steps after which gaps between refreshes wait no longer for the learning rate (see VariancePolicy)
+RISE_STEPS = 256
+
 
 @dataclass
 class VariancePolicy:
@@ -20,9 +23,9 @@ class VariancePolicy:
     = 1. With the
     default scaler 16, t = 1 .. 17 all refresh. Source: "0/1 Adam", arXiv 2202.06009, section 6.
 
-    A refresh after which the gap would be larger than 1 does not count where its learning rate is above that of the last one, up to
-    step ``rise_steps``, and the next step is one too: gaps grow when the rise is over. Not in the paper; what it is good for is
-    measured in docs/convergence.
+    Where the learning rate still rises when gaps would grow, they wait: until ``WAIT`` times the step at which its rise ends, and step
+    ``rise_steps`` at most, a refresh after which the gap would be larger than 1 does not count, and the next step is one too. Not in
+    the paper; what it is good for is measured in docs/convergence.
 
     Attributes:
         scaler: refreshes after which the gap doubles (``var_update_scaler``).
@@ -31,6 +34,7 @@ class VariancePolicy:
         next_step: step of the next refresh.
         last_step: step of the last one; 0 before the first.
         risen: refreshes so far that do not count.
+        top: the last of these whose learning rate was above that of the refresh before; 0: there was none.
         lr: learning rate of the last refresh; None before the first.
 
     Example:
@@ -43,12 +47,15 @@ class VariancePolicy:
         [1, 2, 3, 5, 7, 11, 15]
     """
 
+    WAIT: ClassVar[int] = 4
+
     scaler: int = 16
     rise_steps: int = 0
     done: int = 0
     next_step: int = 1
     last_step: int = 0
     risen: int = 0
+    top: int = 0
     lr: float | None = None
 
     @property
@@ -62,11 +69,14 @@ class VariancePolicy:
 
     def record(self, step: int, lr: float) -> None:
         """Says that ``step`` was a refresh, at learning rate ``lr``."""
-        rises = self.done >= self.scaler and self.lr is not None and lr > self.lr and step <= self.rise_steps
+        may_wait = self.done >= self.scaler and step <= self.rise_steps
+        if may_wait and self.lr is not None and lr > self.lr:
+            self.top = step
+        waits = may_wait and step < self.WAIT * self.top
         self.last_step, self.lr = step, lr
-        self.next_step = step + (1 if rises else 2 ** (self.done // self.scaler))
-        self.risen += rises
-        self.done += not rises
+        self.next_step = step + (1 if waits else 2 ** (self.done // self.scaler))
+        self.risen += waits
+        self.done += not waits
 
     def join(self, step: int) -> None:
         """Says that second moments that have learned nothing take part from ``step`` on, which is a refresh then."""
@@ -86,7 +96,7 @@ class VariancePolicy:
         # states of earlier releases do not say it; their scaler does
         gap = 2 ** ((self.done - 1) // state.get("scaler", self.scaler)) if self.done else 1
         self.last_step = state.get("last_step", self.next_step - gap)
-        self.risen, self.lr = state.get("risen", 0), state.get("lr")
+        self.risen, self.top, self.lr = state.get("risen", 0), state.get("top", 0), state.get("lr")
 
 
 @dataclass
@@ -304,9 +314,10 @@ def replay_schedule(
     policy: SyncPolicy,
     refresh_interval: int | None = None,
     refresh_steps: int = 4,
-    rise_steps: int = 0,
+    lr_warmup_steps: int = 0,
+    var_rise_steps: int = RISE_STEPS,
 ) -> dict[str, int]:
-    """Counts the rounds of a run of 0/1 Adam without running it (lr constant, but for ``rise_steps``).
+    """Counts the rounds of a run of 0/1 Adam without running it (lr constant, but for ``lr_warmup_steps``).
 
     Args:
         steps: real steps of the run.
@@ -316,7 +327,8 @@ def replay_schedule(
         refresh_interval: steps between two refreshes of the frozen variance; None: there are none (those that begin by themselves
             depend on the gradients).
         refresh_steps: dense steps of such a refresh.
-        rise_steps: steps up to which lr rises, no more than ``var_rise_steps`` of them.
+        lr_warmup_steps: steps in which lr rises, from the first on.
+        var_rise_steps: see ``VariancePolicy``.
 
     Returns:
         ``{"dense": refreshes, "one_bit": one-bit rounds, "silent": steps without a data round}``.
@@ -325,13 +337,13 @@ def replay_schedule(
         >>> replay_schedule(1000, var_freeze_step=200, var_update_scaler=16, policy=IntervalPolicy(16, scaler=100))
         {'dense': 59, 'one_bit': 353, 'silent': 588}
     """
-    variance = VariancePolicy(var_update_scaler, rise_steps)
+    variance = VariancePolicy(var_update_scaler, var_rise_steps)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}
     unrefreshed = 0  # steps since the freeze or the last refresh
     for step in range(1, steps + 1):
         if step <= var_freeze_step:
             if variance.due(step):
-                variance.record(step, float(min(step, max(1, rise_steps))))
+                variance.record(step, float(min(step, max(1, lr_warmup_steps))))
                 counts["dense"] += 1
             else:
                 counts["one_bit"] += 1

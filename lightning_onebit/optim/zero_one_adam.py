@@ -18,14 +18,12 @@ from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Coefficients, Phase
 from lightning_onebit.optim.moments import scale_factors
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
-from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, VariancePolicy, make_sync_policy
+from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, RISE_STEPS, VariancePolicy, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam
 
 log = logging.getLogger("lightning_onebit")
 
 VARIANCE_DECAYS = ("refresh", "step")
-#: last step of a rising learning rate whose refresh need not count, where nothing else is said
-RISE_STEPS = 64
 #: refreshes of the variance after which steps are compressed by default, if it has not frozen before
 SETTLED_REFRESHES = 32
 
@@ -66,8 +64,8 @@ class ZeroOneAdam(RefreshingAdam):
         weight_decay: decoupled weight decay.
         var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
         var_update_scaler: refreshes after which the gap between refreshes doubles.
-        var_rise_steps: up to this step the gap stays at 1 as long as lr rises: a refresh after which it would be larger does not count
-            where its lr is above that of the last one. None: 64; 0: all count, as published.
+        var_rise_steps: where lr still rises when the gap would grow, first after ``var_update_scaler`` refreshes, it stays at 1 for four
+            times as many steps as lr rises in, up to this step at most. None: 256; 0: it grows whatever lr does, as published.
         var_decay: what the second beta counts before the freeze. ``"step"`` (None): a refresh stands for all steps since the last one,
             ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples. ``"refresh"``, as published:
             refreshes, so that v is an average in which the first, close ones weigh as much as the late, rare ones.

@@ -26,13 +26,14 @@ from oracle.common import (
 class VariancePolicy:
     """``T_v``: the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``; the first refresh is at t = 1.
 
-    A refresh at ``t <= rise_steps`` whose lr is above the last one's has the gap 1 after it, and is not one of the j if that is not its gap
-    anyway.
+    A refresh at ``t <= rise_steps`` after which the gap would exceed 1 has the gap 1 after it, and is not one of the j, where its lr is
+    above the last one's, or was at such a refresh ``s`` with ``t < 4*s``.
     """
 
     def __init__(self, var_freeze_step: int, scaler: int = 16, rise_steps: int = 0) -> None:
         self.var_freeze_step, self.scaler, self.rise_steps = var_freeze_step, scaler, rise_steps
         self.j, self.next, self.lrs = 0, 1, [float("inf")]
+        self.rises: list[int] = []  # those s
 
     def __call__(self, t: int, lr: float = 1.0) -> bool:
         """Whether step t refreshes v; asked once for every t = 1, 2, ... in turn."""
@@ -40,9 +41,12 @@ class VariancePolicy:
             return False
         self.lrs.append(lr)
         gap = 2 ** (self.j // self.scaler)
-        if gap > 1 and t <= self.rise_steps and lr > self.lrs[-2]:
-            self.next = t + 1
-            return True
+        if gap > 1 and t <= self.rise_steps:
+            if lr > self.lrs[-2]:
+                self.rises.append(t)
+            if any(t < 4 * s for s in self.rises):
+                self.next = t + 1
+                return True
         self.next = t + gap
         self.j += 1
         return True
@@ -115,7 +119,7 @@ class ZeroOneAdam:
         wd: float = 0.0,
         var_freeze_step: int = 100,
         var_update_scaler: int = 16,
-        var_rise_steps: int = 64,
+        var_rise_steps: int = 256,
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
         local_step_policy: str = "interval",
