@@ -68,7 +68,10 @@ def test_gaps_grow_when_the_lr_has_risen() -> None:
 def test_a_rise_between_refreshes_counts_from_the_next_refresh_on() -> None:
     """lr rises at 12 and 13; the refresh at 15 sees it, so those up to 18 do not count; 1, 2, 3, 5, 7, 11 and 19 do, and 27, 35."""
     policy = VariancePolicy(2, rise_steps=18)
-    lr = lambda step: 1.0 + (step > 11) + (step > 12)  # noqa: E731
+
+    def lr(step: int) -> float:
+        return 1.0 + (step > 11) + (step > 12)
+
     assert refreshes(policy, 40, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 20), 27, 35]
     assert (policy.done, policy.risen, policy.refreshes, policy.top) == (9, 4, 13, 15)
     assert refreshes(VariancePolicy(2, rise_steps=64), 68, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 61), 68]
@@ -84,7 +87,7 @@ def test_gaps_that_wait_go_on_waiting_after_a_resume() -> None:
         first, rest = VariancePolicy(2, rise_steps=64), VariancePolicy(2, rise_steps=64)
         before = refreshes(first, cut, lr=lr)
         rest.load_state_dict(first.state_dict())
-        assert before + [step for step in refreshes(rest, 60, lr=lr, first=cut + 1)] == whole
+        assert before + refreshes(rest, 60, lr=lr, first=cut + 1) == whole
 
 
 def test_synchronisation_gap_doubles_every_scaler_steps_up_to_the_clipper() -> None:
@@ -137,7 +140,7 @@ def test_replay_counts_the_rounds_of_the_written_down_policies(
 ) -> None:
     policy = make_sync_policy("interval", scaler=local_scaler, clipper=clipper)
     ours = replay_schedule(
-        *(steps,),
+        steps,
         var_freeze_step=freeze,
         var_update_scaler=scaler,
         policy=policy,
