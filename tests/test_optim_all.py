@@ -7,6 +7,7 @@ import copy
 import dataclasses
 import io
 import types
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_world, snapshot, train
+from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train
 from torch import Tensor
 
 from lightning_onebit.comm import SimulatedWorld
@@ -49,6 +50,38 @@ def problem(algorithm: str, options: dict[str, Any] | None = None, **differing: 
 def synchronised(state: dict[str, Any]) -> bool:
     """Whether replicas are meant to be equal."""
     return state["books"].get("sync_policy", {"since": 0})["since"] == 0
+
+
+# ----- many ranks ---------------------------------------------------------------------------------------------------------------------
+
+
+# on these no sign of 64 ranks is decided by rounding
+CROWD_SEEDS = {"onebit_adam": 1, "onebit_lamb": 0, "zero_one_adam": 0}
+
+
+@pytest.mark.parametrize("algorithm", ADAM_LIKE)
+def test_sixty_four_ranks_follow_the_oracle(algorithm: str) -> None:
+    """Through every phase change and a refresh: weights after every step, residuals at the end. 1-bit LAMB with the scale of many ranks."""
+    options = {"refresh_interval": 6, "refresh_steps": 2}
+    made = problem(algorithm, options, steps=24, seed=CROWD_SEEDS[algorithm])
+    seen: list[Any] = []
+    # 0/1 Adam's workers have weights of their own
+    simulated = made.simulate(
+        64, lambda o, t: seen.append([[a.copy() for a in x] for x in getattr(o, "xs", [o.x] * 64)])
+    )
+    sure(simulated)
+    results = run_world(train, 64, made)
+    kinds = [record.dense for record in results[0]["records"]]
+    assert any(b and not a for a, b in pairwise(kinds[made.options.get("freeze_step", 6) :])), "no refresh"
+    for rank, result in enumerate(results):
+        for t, (ours, theirs) in enumerate(zip(result["trajectory"], seen, strict=True)):
+            for l, x in enumerate(ours):
+                close(x, theirs[rank][l], 0.01, f"rank {rank}, step {t + 1}, tensor {l}")
+    e, d = joined(results, made)
+    for l in range(len(made.shapes)):
+        for rank in range(64):
+            np.testing.assert_allclose(e[rank][l], simulated.exchange.e[rank][l], atol=2e-4)
+        np.testing.assert_allclose(d[l], simulated.exchange.d[l], atol=2e-4)
 
 
 # ----- frozen parameters ------------------------------------------------------------------------------------------------------------
