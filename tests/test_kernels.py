@@ -482,6 +482,16 @@ def test_norms_are_those_of_each_tensor_whatever_its_layout(kernels: KernelBacke
     assert norms[2] == 0.0 and kernels.norms([]).shape == (0,)
 
 
+def test_a_chunk_without_a_row_of_any_worker_is_refused(kernels: KernelBackend) -> None:
+    device = device_of(kernels)
+    lengths, d = torch.full((2,), 64, dtype=torch.int32, device=device), torch.zeros(128, device=device)
+    with pytest.raises(ValueError, match="received must have a row for each worker, got none"):
+        kernels.reduce(Packed.empty(0, 2, 64, device=device), lengths, d, Packed.empty(1, 2, 64, device=device), 1.0)
+    bits = Packed.empty(0, 2, 64, device=device, has_scales=False)
+    with pytest.raises(ValueError, match="received must have a row for each worker, got none"):
+        kernels.vote(bits, lengths, "majority", (1, 2, 0), 0, torch.zeros((2, 1, 2), dtype=torch.int32, device=device))
+
+
 # ----- the registry --------------------------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from lightning_onebit.kernels import SpanLike
+    from lightning_onebit.kernels.packed import Packed
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -39,6 +40,12 @@ def check_carry(mode: str, carry: Tensor | None) -> None:
     """Raises ``ValueError`` unless a vote has a carry exactly where its mode keeps one."""
     if (carry is not None) != (mode == "feedback"):
         raise ValueError(f"mode={mode!r} {'keeps no carry' if carry is not None else 'needs a carry'}")
+
+
+def check_rows(received: Packed) -> None:
+    """Raises ``ValueError`` if there is no worker's row to reduce."""
+    if not received.rows:
+        raise ValueError("received must have a row for each worker, got none")
 
 
 def _counts_many() -> bool:

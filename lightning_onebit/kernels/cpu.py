@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans
-from lightning_onebit.kernels.common import CheckMap, check_carry, increment_versions, is_dense
+from lightning_onebit.kernels.common import CheckMap, check_carry, check_rows, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
@@ -575,6 +575,7 @@ class CpuKernels(ReferenceKernels):
         scale_factor: float = 1.0,
     ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
+        check_rows(received)
         size, blocks = received.block_size, received.blocks_per_row
         if out.rows != 1:
             raise ValueError(f"out must be one row, got {out.rows}")
@@ -777,6 +778,7 @@ class CpuKernels(ReferenceKernels):
         if planes != 1 and mode != "mean":
             raise ValueError(f"out must have one plane for mode={mode!r}, got {planes}")
         check_carry(mode, carry)
+        check_rows(received)
         self._call(
             "vote",
             *(size, rows, *_payload(received, "received", rows * blocks, size, scales=False)),

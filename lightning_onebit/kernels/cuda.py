@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans
-from lightning_onebit.kernels.common import CheckMap, check_carry, increment_versions, is_dense
+from lightning_onebit.kernels.common import CheckMap, check_carry, check_rows, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.cpu import cache_directory
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
@@ -618,6 +618,7 @@ class CudaKernels(ReferenceKernels):
         scale_factor: float = 1.0,
     ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
+        check_rows(received)
         d = settled(d)
         size, blocks = received.block_size, received.blocks_per_row
         if out.rows != 1:
@@ -830,6 +831,7 @@ class CudaKernels(ReferenceKernels):
     ) -> None:
         """Combines the workers' signs of one chunk."""
         check_carry(mode, carry)
+        check_rows(received)
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
         if rows > _MAX_ROWS:
             raise ValueError(f"received has {rows} rows; votes of at most {_MAX_ROWS} ranks can be counted")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import counter_rng
-from lightning_onebit.kernels.common import check_carry
+from lightning_onebit.kernels.common import check_carry, check_rows
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.residual import Residual, settled
 
@@ -283,6 +283,7 @@ class ReferenceKernels:
             inv_n: ``1 / n``, rounded to fp32.
             scale_factor: see ``compress``.
         """
+        check_rows(received)
         d = settled(d)
         bs = received.block_size
         z = _values(received.narrow(0, 1))
@@ -577,6 +578,7 @@ class ReferenceKernels:
             carry: fp32 flat of the chunk, padding included, updated in place; for ``"feedback"`` and no other mode.
         """
         check_carry(mode, carry)
+        check_rows(received)
         bs, n = received.block_size, received.rows
         count = unpack_bits(received.words).to(torch.int32).sum(dim=0, dtype=torch.int32)
         valid = valid_mask(lengths, bs)
