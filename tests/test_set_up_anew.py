@@ -11,8 +11,11 @@ from lightning_support import enter, loader, make_module, onebit, quiet_trainer,
 import lightning_onebit as ob
 
 
-def replacing_rank(rank: int, world: int, how: str) -> dict[str, Any]:
-    """New optimizers at the beginning of the third of five epochs, of four batches each; ``how`` they are made."""
+def replacing_rank(rank: int, world: int, how: str, guarded: bool = False) -> dict[str, Any]:
+    """New optimizers at the beginning of the third of five epochs, of four batches each; ``how`` they are made.
+
+    ``guarded``: a guard falls back after every compressed step, for ten steps.
+    """
     pl = enter(rank)
 
     def adamw(module: Any) -> torch.optim.Optimizer:
@@ -32,14 +35,15 @@ def replacing_rank(rank: int, world: int, how: str) -> dict[str, Any]:
         kept.extend(strategy.onebit_optimizers)
 
     module = make_module(pl, adamw, on_train_epoch_start=on_train_epoch_start, on_train_end=on_train_end)
-    stats = ob.callbacks.CompressionStats()
-    trainer = quiet_trainer(pl, strategy, max_epochs=5, callbacks=[stats])
+    guard = ob.callbacks.DivergenceGuard(1, residual_limit=1e-9, dense_steps=10)
+    callbacks = [ob.callbacks.CompressionStats(), *([guard] if guarded else [])]
+    trainer = quiet_trainer(pl, strategy, max_epochs=5, callbacks=callbacks)
     error = ""
     try:
         trainer.fit(module, loader())
     except pl.utilities.exceptions.MisconfigurationException as raised:
         error = str(raised)
-    found: dict[str, Any] = {"error": error, "different": same_on_all_ranks(dict(module.named_parameters()))}
+    found: dict[str, Any] = {"error": error, "fallbacks": guard.fallbacks, "different": same_on_all_ranks(dict(module.named_parameters()))}
     if not error:
         (optimizer,) = kept
         found |= {"dense": optimizer.ledger.dense_steps, "compressed": optimizer.ledger.compressed_steps}
@@ -59,6 +63,13 @@ def test_optimizers_that_are_set_up_anew_freeze_and_are_counted() -> None:
         # 20 planned steps, 8 of them taken by the optimizer before; the default freeze comes at 20 % at the latest
         assert 0 < found["dense"] <= 4 and found["dense"] + found["compressed"] == 12
         assert found["told"] == found["sent"] > 0
+
+
+def test_a_fallback_of_a_guard_ends_with_its_optimizer() -> None:
+    """The one before is in its fallback when it is replaced; the new one freezes when it would, and has a fallback of its own."""
+    for found in run_ranks(replacing_rank, 2, "set up", True):
+        assert found["error"] == "" and found["different"] == []
+        assert found["fallbacks"] == 2 and found["compressed"] == 1 and found["dense"] == 11
 
 
 def idle_rank(rank: int, world: int) -> dict[str, Any]:
