@@ -43,7 +43,11 @@ def replacing_rank(rank: int, world: int, how: str, guarded: bool = False) -> di
         trainer.fit(module, loader())
     except pl.utilities.exceptions.MisconfigurationException as raised:
         error = str(raised)
-    found: dict[str, Any] = {"error": error, "fallbacks": guard.fallbacks, "different": same_on_all_ranks(dict(module.named_parameters()))}
+    found: dict[str, Any] = {
+        "error": error,
+        "fallbacks": guard.fallbacks,
+        "different": same_on_all_ranks(dict(module.named_parameters())),
+    }
     if not error:
         (optimizer,) = kept
         found |= {"dense": optimizer.ledger.dense_steps, "compressed": optimizer.ledger.compressed_steps}
