@@ -503,6 +503,7 @@ class Chain:
         options: of the optimizer.
         start: rung of the grid where the search starts.
         also: further worlds ``(workers, real, seeds)`` at the best lr.
+        also_options: further options of these worlds.
         also_rungs: rungs from the best at which these worlds are run, so that they have a search of their own.
         variants: further options, all seeds at the best lr.
         refine: search the half steps too.
@@ -517,6 +518,7 @@ class Chain:
     options: Options = ()
     start: int = 6
     also: tuple[tuple[int, bool, tuple[int, ...]], ...] = ()
+    also_options: Options = ()
     also_rungs: tuple[float, ...] = (0,)
     variants: tuple[Options, ...] = ()
     refine: bool = True
@@ -549,9 +551,10 @@ def run_chain(chain: Chain) -> float:
         run_job(job(lr, seed))
         for options in chain.variants:
             run_job(job(lr, seed, options))
+    also_options = (*chain.options, *chain.also_options)
     for (workers, real, seeds), away in itertools.product(chain.also, chain.also_rungs):
         for seed in seeds:
-            run_job(Job(chain.task, chain.optimizer, rung(best + away), seed, workers, real, chain.options))
+            run_job(Job(chain.task, chain.optimizer, rung(best + away), seed, workers, real, also_options))
     return lr
 
 
@@ -605,9 +608,11 @@ DENSER: Options = (*ALL_COUNT, ("var_update_scaler", 64))
 # and whose steps before the freeze all are (of 240, but for the last few)
 ALL_DENSE: Options = (*ALL_COUNT, ("var_update_scaler", 236))
 # blocks sent with a quarter more than their root mean square, by workers and servers; by default 1-bit LAMB's servers send half more, of
-# four workers or more, and so do its workers, of 32 or more
+# four workers or more, and so do its workers, of 32 or more, and both of 1-bit Adam's, of 32 or more
 LARGER: Options = (("scale_factor", 1.25),)
-# the same, and 1-bit LAMB's ratios measured in every tenth step, and not in every second
+# blocks sent with their root mean square, as 1-bit Adam of fewer than 32 workers sends them by default
+UNIT: Options = (("scale_factor", 1.0),)
+# a quarter more, and 1-bit LAMB's ratios measured in every tenth step, and not in every second
 SELDOM: Options = (("ratio_interval", 10), *LARGER)
 # 1-bit Adam whose frozen variance is refreshed by 4 dense steps now and then
 REFRESHES, SHORT_REFRESHES = (("refresh_interval", 100),), (("refresh_interval", 40),)
@@ -650,6 +655,7 @@ def studies() -> dict[str, list[Chain]]:
         "text": [
             Chain("text", "adamw", seeds=tuple(range(9))),
             Chain("text", "onebit_adam", 4, variants=floors[1:], also=(two, four, sixteen, sixty_four)),
+            Chain("text", "onebit_adam", 4, also=(sixty_four,), also_options=UNIT),
             Chain(
                 *("text", "zero_one_adam", 4),
                 seeds=NINE_SEEDS,
@@ -720,8 +726,10 @@ def studies() -> dict[str, list[Chain]]:
             digits("zero_one_adam", options=DENSER, also=((16, False, MOST_SEEDS),)),
             digits("zero_one_adam", 16, options=ALL_DENSE, seeds=ALL_SEEDS, also=((64, False, MANY_SEEDS),)),
             # the neighbours with 64 workers; the better one of each with all the seeds
-            digits("onebit_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1,)),
-            digits("onebit_adam", also=((64, False, MANY_SEEDS),), also_rungs=(1,)),
+            digits("onebit_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1, 1)),
+            digits("onebit_adam", also=((64, False, FIVE_DOZEN),), also_options=UNIT),
+            digits("onebit_adam", also=((64, False, DIGITS_SEEDS),), also_options=UNIT, also_rungs=(-1,)),
+            digits("onebit_adam", also=((64, False, MANY_SEEDS),), also_options=UNIT, also_rungs=(1,)),
             digits("zero_one_adam", options=RISEN, also=((64, False, DIGITS_SEEDS),), also_rungs=(1,)),
             digits("zero_one_adam", options=RISEN, also=((64, False, MANY_SEEDS),), also_rungs=(-1,)),
             sharp("lamb", 1, seeds=ALL_SEEDS, also=((1, False, TWICE_ALL),), also_rungs=(-0.5, 0, 0.5)),
@@ -824,7 +832,13 @@ def studies() -> dict[str, list[Chain]]:
                 seeds=MANY_SEEDS,
                 variants=((("freeze_step", 120), *REFRESHES),),
             ),
-            Chain("text", "onebit_adam", 4, SHORT_REFRESHES, start=8, refine=False, also=(sixty_four,)),
+            Chain(
+                *("text", "onebit_adam", 4, SHORT_REFRESHES),
+                start=8,
+                refine=False,
+                also=(sixty_four,),
+                also_options=UNIT,
+            ),
         ],
         # 1-bit Adam by the paper's rule
         "momentum": [

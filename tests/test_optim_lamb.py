@@ -12,7 +12,6 @@ import pytest
 import torch
 from optim_support import SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train
 
-from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.optim.lamb import OnebitLamb
 
 #: the trust ratio meets both of its clips, and moves between them
@@ -648,65 +647,6 @@ def test_a_run_in_which_no_compressed_parameter_is_trainable_is_legal(trust_rati
 
 
 # ----- options -------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("given", "workers", "servers"),
-    [
-        ({}, None, None),  # by the number of workers
-        ({"scale_factor": 1.1}, 1.1, 1.1),
-        ({"server_scale_factor": 1.6}, None, 1.6),
-        ({"scale_factor": 1.1, "server_scale_factor": 0.9}, 1.1, 0.9),
-        ({"trust_ratio": "frozen"}, 1.0, 1.0),
-        ({"trust_ratio": "frozen", "server_scale_factor": 1.5}, 1.0, 1.5),
-    ],
-)
-def test_scales_of_workers_and_servers(given: dict[str, Any], workers: float | None, servers: float | None) -> None:
-    settings = OnebitLamb([torch.nn.Parameter(torch.zeros(3))], **given).settings
-    assert (settings["scale_factor"], settings["server_scale_factor"]) == (workers, servers)
-
-
-def weights_of_many(ranks: int, ranks_per_node: int, options: dict[str, Any]) -> np.ndarray:
-    """After some compressed steps on random gradients, of rank 0."""
-
-    def run(group: SimulatedGroup) -> np.ndarray:
-        p = torch.nn.Parameter(torch.linspace(-1, 1, 70))
-        optimizer = OnebitLamb([p], lr=0.01, freeze_step=2, block_size=32, **options)
-        optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
-        draws = torch.Generator().manual_seed(1 + group.rank)
-        for _ in range(6):
-            p.grad = torch.randn(70, generator=draws)
-            optimizer.step()
-        return p.detach().numpy()
-
-    return SimulatedWorld(ranks, timeout=60).run(run)[0]
-
-
-SCALES = ((1.25, 1.25), (1.25, 1.5), (1.5, 1.5))
-
-
-@pytest.mark.parametrize(
-    ("ranks", "ranks_per_node", "scales"),
-    [
-        (3, 1, SCALES[0]),
-        (4, 1, SCALES[1]),
-        (6, 2, SCALES[0]),
-        (31, 1, SCALES[1]),
-        (32, 1, SCALES[2]),
-        (32, 8, SCALES[1]),
-    ],
-)
-def test_default_scales_follow_the_number_of_workers(
-    ranks: int, ranks_per_node: int, scales: tuple[float, float]
-) -> None:
-    by_default = weights_of_many(ranks, ranks_per_node, {})
-    for own, servers in SCALES:
-        given = weights_of_many(ranks, ranks_per_node, {"scale_factor": own, "server_scale_factor": servers})
-        assert np.array_equal(by_default, given) == ((own, servers) == scales)
-    # the servers' alone given: workers keep theirs
-    half = weights_of_many(ranks, ranks_per_node, {"server_scale_factor": 1.1})
-    whole = weights_of_many(ranks, ranks_per_node, {"scale_factor": scales[0], "server_scale_factor": 1.1})
-    np.testing.assert_array_equal(half, whole)
 
 
 @pytest.mark.parametrize(

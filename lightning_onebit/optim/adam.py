@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
-from lightning_onebit.optim.moments import scale_factors
 from lightning_onebit.optim.options import CommonOptions, check_flag
 from lightning_onebit.optim.refresh import CompressingAdam
+
+#: with preconditioned=True, defaults of scale_factor and server_scale_factor, from so many workers (nodes) on: in an average of many the
+#: noise of what each sends is small, but its lag is not
+SCALE_FACTORS = {1: (1.0, 1.0), 32: (1.5, 1.5)}
 
 
 class OnebitAdam(CompressingAdam):
@@ -49,7 +53,8 @@ class OnebitAdam(CompressingAdam):
         preconditioned: compress the momentum divided by its denominators, so that every coordinate gets compression noise in
             proportion to the step it would take; False: the momentum itself, as published.
         scale_factor: the magnitude that a block is sent with, in units of its root mean square, above 0 and at most 1.7. None: 1, as
-            published. A larger one sends what lasts sooner and leaves smaller residuals (docs/algorithms).
+            published, but 1.5 where 32 workers or more (nodes, where the exchange is hierarchical) are averaged, with
+            ``preconditioned=True``. A larger one sends what lasts sooner and leaves smaller residuals (docs/algorithms).
         server_scale_factor: the same of what servers send, the averages. None: ``scale_factor``.
         refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
             steps have become a tenth smaller, which they do where gradients go on shrinking after the freeze;
@@ -134,11 +139,16 @@ class OnebitAdam(CompressingAdam):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
-                **scale_factors(scale_factor, server_scale_factor),
+                "scale_factor": scale_factor,
+                "server_scale_factor": server_scale_factor,
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
             },
         )
+
+    @property
+    def _default_scales(self) -> Mapping[int, tuple[float, float]]:
+        return SCALE_FACTORS if self.settings["preconditioned"] else super()._default_scales
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         decay = self._by_block("decay", bucket, self._decay)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -15,7 +15,6 @@ from lightning_onebit.comm import Bucket, Plan, share_values
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
-from lightning_onebit.optim.moments import scale_factors
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer, check_number
 from lightning_onebit.optim.refresh import CompressingAdam
 from lightning_onebit.optim.rules import dense_lamb_, sum_in_order
@@ -191,10 +190,6 @@ class OnebitLamb(CompressingAdam):
             )
         if refresh_interval is None:
             refresh_interval = "auto" if trust_ratio == "followed" else "never"
-        scales: dict[str, Any] = scale_factors(scale_factor, server_scale_factor)
-        if trust_ratio == "followed" and scale_factor is None:
-            # None: by the number of workers, which is not known yet
-            scales = {"scale_factor": None, "server_scale_factor": server_scale_factor}
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
         # compressed steps since the freeze or the last refresh; whether gradients are measured in the running one, and what has been
@@ -232,7 +227,8 @@ class OnebitLamb(CompressingAdam):
                 **published,
                 "trust_ratio": trust_ratio,
                 "ratio_interval": ratio_interval or (RATIO_INTERVAL if trust_ratio == "followed" else None),
-                **scales,
+                "scale_factor": scale_factor,
+                "server_scale_factor": server_scale_factor,
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
             },
@@ -257,14 +253,9 @@ class OnebitLamb(CompressingAdam):
     def _preconditioned(self) -> bool:
         return self._follows
 
-    def _scale_factors(self) -> tuple[float, float]:
-        """See the base; by default by the number of workers."""
-        workers, servers = super()._scale_factors()
-        if workers is not None:
-            return workers, servers
-        nodes = self._ranks().nodes
-        by_number = SCALE_FACTORS[max(least for least in SCALE_FACTORS if least <= nodes)]
-        return by_number[0], by_number[1] if servers is None else servers
+    @property
+    def _default_scales(self) -> Mapping[int, tuple[float, float]]:
+        return SCALE_FACTORS if self._follows else super()._default_scales
 
     # ----- warm-up ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -29,12 +29,6 @@ LARGEST_SCALE_FACTOR = 1.7
 EXACT = "_exact"
 
 
-def scale_factors(workers: float | None, servers: float | None) -> dict[str, float]:
-    """The settings of ``scale_factor`` and ``server_scale_factor``, by default 1 and the same."""
-    own = 1.0 if workers is None else workers
-    return {"scale_factor": own, "server_scale_factor": own if servers is None else servers}
-
-
 class AdamMoments(OnebitOptimizer):
     """Base of the optimizers whose second moments freeze; see ``OnebitAdam`` for the options."""
 
@@ -56,6 +50,20 @@ class AdamMoments(OnebitOptimizer):
     def _preconditioned(self) -> bool:
         """Whether the momentum travels divided by its denominators now, in the units of the step that it makes."""
         return self.settings.get("preconditioned") is True
+
+    @property
+    def _default_scales(self) -> Mapping[int, tuple[float, float]]:
+        """Defaults of ``scale_factor`` and ``server_scale_factor``, from so many workers (nodes) on."""
+        return {1: (1.0, 1.0)}
+
+    def _scale_factors(self) -> tuple[float, float]:
+        workers, servers = self.settings["scale_factor"], self.settings["server_scale_factor"]
+        if workers is None:
+            scales, nodes = self._default_scales, self._ranks().nodes
+            workers, default = scales[max(least for least in scales if least <= nodes)]
+        else:
+            default = workers
+        return workers, default if servers is None else servers
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
         dense_adamw_(

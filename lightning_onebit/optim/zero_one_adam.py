@@ -16,7 +16,6 @@ from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Coefficients, Phase
-from lightning_onebit.optim.moments import scale_factors
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, RISE_STEPS, VariancePolicy, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam
@@ -80,7 +79,7 @@ class ZeroOneAdam(RefreshingAdam):
         preconditioned: compress updates divided by their denominators, see ``OnebitAdam``: from the 32nd refresh of the variance or
             its freeze on (``"auto"``), when denominators are those of many gradients; from the first one-bit round on (True); never
             (False, as published).
-        scale_factor: see ``OnebitAdam``.
+        scale_factor: see ``OnebitAdam``. None: 1, of however many workers.
         server_scale_factor: see ``OnebitAdam``.
         refresh_interval: steps between two refreshes of the frozen variance, >= 1; ``"auto"``: refreshed whenever steps have become a
             tenth smaller; ``"never"``, as published. See ``OnebitAdam``.
@@ -211,7 +210,8 @@ class ZeroOneAdam(RefreshingAdam):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
-                **scale_factors(scale_factor, server_scale_factor),
+                "scale_factor": scale_factor,
+                "server_scale_factor": server_scale_factor,
                 "refresh_interval": refresh_interval,
                 "refresh_steps": refresh_steps,
                 "var_update_scaler": var_update_scaler,

@@ -70,7 +70,7 @@ class Adam:
         bias_correction: bool = True,
         block_size: int = 2048,
         phi: float = 0.1,
-        scale_factor: float = 1.0,
+        scale_factor: float | None = None,
         server_scale_factor: float | None = None,
         preconditioned: bool = True,
         refresh_interval: int | str = "auto",
@@ -93,7 +93,13 @@ class Adam:
         # t counts steps in which the tensor took part, k those in which its v was updated (as torch.optim.AdamW counts, per tensor)
         self.t = [0] * len(x)
         self.k = [0] * len(x)
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, scale_factor, server_scale_factor)
+        # many nodes send more than the root mean square, workers and servers
+        kappa = server_kappa = 1.5 if preconditioned and n // ranks_per_node >= 32 else 1.0
+        if scale_factor is not None:
+            kappa = server_kappa = scale_factor
+        if server_scale_factor is not None:
+            server_kappa = server_scale_factor
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, kappa, server_kappa)
         self.steps = self.skipped = 0
         # what the denominators are made of in the compressed stage: v and k as they were at the freeze or the last refresh
         self.v_D = self.v
