@@ -29,7 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import lru_cache
@@ -408,7 +408,26 @@ def train_simulated(job: Job) -> dict[str, Any] | None:
 
         return train(job, params, group.rank, group, backward)
 
-    return SimulatedWorld(n, timeout=600).run(rank_main)[0]
+    with on_one_core():
+        return SimulatedWorld(n, timeout=600).run(rank_main)[0]
+
+
+#: of this process of a study
+_core: int | None = None
+
+
+@contextmanager
+def on_one_core() -> Iterator[None]:
+    """Threads of ranks take turns: on one core 64 of them take less than half the time that they take on two."""
+    if _core is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {_core})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _real_rank(job: Job, rank: int, store: str, answer: Any) -> None:
@@ -900,8 +919,15 @@ def studies() -> dict[str, list[Chain]]:
     }
 
 
-def _init_worker() -> None:
+def _init_worker(started: Any) -> None:
+    global _core
     torch.set_num_threads(1)
+    with started.get_lock():
+        index = started.value
+        started.value += 1
+    if hasattr(os, "sched_setaffinity"):  # Linux
+        cores = sorted(os.sched_getaffinity(0))
+        _core = cores[index % len(cores)]
 
 
 def run_studies(names: Iterable[str], processes: int) -> None:
@@ -910,7 +936,7 @@ def run_studies(names: Iterable[str], processes: int) -> None:
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     failures = 0
-    with ProcessPoolExecutor(processes, context, initializer=_init_worker) as pool:
+    with ProcessPoolExecutor(processes, context, initializer=_init_worker, initargs=(context.Value("i", 0),)) as pool:
         futures = {pool.submit(run_chain, chain): (name, chain) for name, chain in chains}
         for future in as_completed(futures):
             name, chain = futures[future]
