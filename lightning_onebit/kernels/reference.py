@@ -282,6 +282,9 @@ class ReferenceKernels:
             out: one row.
             inv_n: ``1 / n``, rounded to fp32.
             scale_factor: see ``compress``.
+
+        Raises:
+            ValueError: there is no row.
         """
         check_rows(received)
         d = settled(d)
@@ -576,6 +579,9 @@ class ReferenceKernels:
             first_block: global number of the chunk's first block.
             out: int32 ``(blocks_per_row, planes, words)``; one plane except for ``"mean"``, least significant first.
             carry: fp32 flat of the chunk, padding included, updated in place; for ``"feedback"`` and no other mode.
+
+        Raises:
+            ValueError: there is no row, or a carry that the mode does not take (or lacks).
         """
         check_carry(mode, carry)
         check_rows(received)
