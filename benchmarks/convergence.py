@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -60,7 +60,8 @@ Written by `python benchmarks/convergence.py --report` from
 [`convergence_runs.jsonl`](../benchmarks/results/convergence_runs.jsonl); [convergence](convergence.md) says what was run and what it
 means. Options name what differs from the defaults of the study. Losses and accuracies are means over seeds, losses ± their standard
 deviation; gaps to the uncompressed twin are means ± standard error, seed by seed, each optimizer at its own best lr, the twin at the one
-that is best on the row's seeds."""
+that is best on the row's seeds. `convergence.py` does not repeat the rows marked †, or not with all of their seeds: they were run as
+defaults of then, or to find those of now."""
 
 Params = dict[str, Tensor]
 Options = tuple[tuple[str, float | str], ...]
@@ -546,8 +547,17 @@ class Chain:
     search: tuple[int, ...] = (0,)
 
 
-def run_chain(chain: Chain) -> float:
-    """Finds the best lr (rungs a factor of 2 apart until the best is inside, then a factor of sqrt 2 and less), then all else."""
+def run_chain(chain: Chain, run: Callable[[Job], dict[str, Any]] | None = None) -> float:
+    """Finds the best lr (rungs a factor of 2 apart until the best is inside, then a factor of sqrt 2 and less), then all else.
+
+    Args:
+        chain: what to run.
+        run: gives a job's record (None: ``run_job``).
+
+    Returns:
+        The best lr.
+    """
+    run = run or run_job
     losses: dict[float, float] = {}
 
     def job(lr: float, seed: int, options: Options = chain.options) -> Job:
@@ -555,7 +565,7 @@ def run_chain(chain: Chain) -> float:
 
     def loss(k: float) -> float:
         if k not in losses:
-            losses[k] = statistics.fmean(run_job(job(rung(k), seed))["loss"] for seed in chain.search)
+            losses[k] = statistics.fmean(run(job(rung(k), seed))["loss"] for seed in chain.search)
         return losses[k]
 
     best: float = chain.start
@@ -567,13 +577,13 @@ def run_chain(chain: Chain) -> float:
         best = min([best, best - 0.5, best + 0.5], key=loss)
     lr = rung(best)
     for seed in chain.seeds:
-        run_job(job(lr, seed))
+        run(job(lr, seed))
         for options in chain.variants:
-            run_job(job(lr, seed, options))
+            run(job(lr, seed, options))
     also_options = (*chain.options, *chain.also_options)
     for (workers, real, seeds), away in itertools.product(chain.also, chain.also_rungs):
         for seed in seeds:
-            run_job(Job(chain.task, chain.optimizer, rung(best + away), seed, workers, real, also_options))
+            run(Job(chain.task, chain.optimizer, rung(best + away), seed, workers, real, also_options))
     return lr
 
 
@@ -698,7 +708,7 @@ def studies() -> dict[str, list[Chain]]:
             *large_batch(),
             # as published; with the default max_coeff, 10, it stops training at the lr after its best
             Chain("large_batch", "onebit_lamb", 4, (*RECIPE, *FROZEN_RATIOS), start=10),
-            Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0,)),
+            Chain("large_batch", "onebit_lamb", 4, FROZEN_RATIOS, start=10, seeds=(0, 1)),
         ],
         "digits": [
             # at three lr: best on seeds 0 to 7 is the largest of them, on all the one between
@@ -744,9 +754,8 @@ def studies() -> dict[str, list[Chain]]:
             digits("zero_one_adam", options=RISEN, also=((16, False, TEN_SEEDS),), also_rungs=(-1,)),
             digits("zero_one_adam", options=DENSER, also=((16, False, MOST_SEEDS),)),
             digits("zero_one_adam", 16, options=ALL_DENSE, seeds=ALL_SEEDS, also=((64, False, MANY_SEEDS),)),
-            # the neighbours with 64 workers; the better one of each with all the seeds
-            digits("onebit_adam", also=((64, False, DIGITS_SEEDS),), also_rungs=(-1, 1)),
             digits("onebit_adam", also=((64, False, FIVE_DOZEN),), also_options=UNIT),
+            # the neighbours with 64 workers; the better one of each with all the seeds
             digits("onebit_adam", also=((64, False, DIGITS_SEEDS),), also_options=UNIT, also_rungs=(-1,)),
             digits("onebit_adam", also=((64, False, MANY_SEEDS),), also_options=UNIT, also_rungs=(1,)),
             digits("zero_one_adam", options=RISEN, also=((64, False, DIGITS_SEEDS),), also_rungs=(1,)),
@@ -837,7 +846,7 @@ def studies() -> dict[str, list[Chain]]:
             digits(
                 *("onebit_adam", 4, 8, FROZEN),
                 refine=True,
-                seeds=MANY_SEEDS,
+                seeds=MOST_SEEDS,
                 variants=((("freeze_step", 480), *FROZEN),),
             ),
             # each guard of BinSGDM alone taken away
@@ -851,6 +860,8 @@ def studies() -> dict[str, list[Chain]]:
                 seeds=MANY_SEEDS,
                 variants=((("freeze_step", 120), *REFRESHES),),
             ),
+            digits("onebit_adam", options=REFRESHES, seeds=MANY_SEEDS, variants=((("freeze_step", 120), *REFRESHES),)),
+            digits("onebit_adam", options=REFRESHES, seeds=MOST_SEEDS),
             Chain(
                 *("text", "onebit_adam", 4, SHORT_REFRESHES),
                 start=8,
@@ -872,6 +883,7 @@ def studies() -> dict[str, list[Chain]]:
             ),
             digits("onebit_adam", options=MOMENTUM, seeds=MANY_SEEDS, variants=((("freeze_step", 480), *MOMENTUM),)),
             digits("onebit_adam", options=MOMENTUM, refine=True, seeds=MANY_SEEDS),
+            digits("onebit_adam", options=MOMENTUM, seeds=MOST_SEEDS),
         ],
         # 0/1 Adam by the paper's rules, and with one thing changed
         "zero_one": [
@@ -895,6 +907,7 @@ def studies() -> dict[str, list[Chain]]:
                 also=((2, True, (0,)), one_of_four, sixteen, sixty_four),
             ),
             digits("zero_one_adam", options=STEPS, refine=True, seeds=MANY_SEEDS),
+            digits("zero_one_adam", options=STEPS, seeds=MOST_SEEDS),
             Chain(
                 *("text", "zero_one_adam", 4, LARGER),
                 seeds=NINE_SEEDS,
@@ -968,6 +981,7 @@ class Row:
         runs: the records at this lr, by seed.
         gap: mean over seeds of ``loss / twin's loss - 1`` (None: it has no twin).
         gap_error: standard error of that mean (None: fewer than two seeds).
+        repeated: whether the studies, run anew, would run it.
     """
 
     world: World
@@ -975,6 +989,7 @@ class Row:
     runs: tuple[dict[str, Any], ...]
     gap: float | None
     gap_error: float | None = None
+    repeated: bool = True
 
     def mean(self, name: str) -> float:
         """Mean of a number over seeds."""
@@ -1005,7 +1020,21 @@ class Row:
         return None if self.gap is None else self.gap <= TARGETS[self.world[1]]
 
 
-def summarise(records: Iterable[dict[str, Any]]) -> list[Row]:
+def keys_of_studies(records: Iterable[dict[str, Any]]) -> set[str]:
+    """Keys of all runs that the studies make, with lr found by the losses of ``records`` (one without a run counts as infinitely bad)."""
+    losses = {record["key"]: record["loss"] for record in records}
+    keys = set()
+
+    def look_up(job: Job) -> dict[str, Any]:
+        keys.add(job.key)
+        return {"loss": losses.get(job.key, math.inf)}
+
+    for chain in itertools.chain.from_iterable(studies().values()):
+        run_chain(chain, look_up)
+    return keys
+
+
+def summarise(records: Collection[dict[str, Any]]) -> list[Row]:
     """One row per world, at the lr with the most seeds and, among those, the lowest loss; its twin at that which is best on its seeds."""
     worlds: dict[World, dict[float, dict[int, dict[str, Any]]]] = {}
     for record in records:
@@ -1017,7 +1046,7 @@ def summarise(records: Iterable[dict[str, Any]]) -> list[Row]:
         best[world] = min(
             by_lr.items(), key=lambda item: (-len(item[1]), statistics.fmean(r["loss"] for r in item[1].values()))
         )
-    rows = []
+    rows, made = [], keys_of_studies(records)
 
     def order(item: tuple[World, Any]) -> tuple[Any, ...]:
         task, optimizer, options, workers, real = item[0]
@@ -1039,7 +1068,8 @@ def summarise(records: Iterable[dict[str, Any]]) -> list[Row]:
         gaps = [by_seed[s]["loss"] / twin[s]["loss"] - 1 for s in sorted(by_seed.keys() & twin.keys())]
         error = statistics.stdev(gaps) / len(gaps) ** 0.5 if len(gaps) > 1 and all(map(math.isfinite, gaps)) else None
         gap = statistics.fmean(gaps) if gaps else None
-        rows.append(Row(world, lr, tuple(by_seed[s] for s in sorted(by_seed)), gap, error))
+        runs = tuple(by_seed[s] for s in sorted(by_seed))
+        rows.append(Row(world, lr, runs, gap, error, all(run["key"] in made for run in runs)))
     return rows
 
 
@@ -1057,7 +1087,7 @@ def table(rows: Iterable[Row]) -> str:
         target = "" if row.gap is None else f"{TARGETS[optimizer]:.0%} {'met' if row.met else '**missed**'}"
         ratio = f"{row.mean('ratio'):.1f}x" if all("ratio" in run for run in row.runs) else ""
         lines.append(
-            f"| {row.label} | {world} | {row.lr:g} | {len(row.runs)} | {row.outcome} | "
+            f"| {row.label}{'' if row.repeated else ' †'} | {world} | {row.lr:g} | {len(row.runs)} | {row.outcome} | "
             f"{row.mean('accuracy'):.3f} | {gap} | {target} | {ratio} |"
         )
     return "\n".join(lines)
@@ -1135,6 +1165,7 @@ def report() -> None:
             "gap_to_twin": _finite(row.gap),
             "gap_standard_error": row.gap_error,
             "target_met": row.met,
+            "repeated": row.repeated,
         }
         for row in rows
     ]

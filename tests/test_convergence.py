@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +152,8 @@ def test_a_run_that_is_there_is_not_repeated(tmp_path: Path, monkeypatch: pytest
 def test_the_report_compares_each_optimizer_at_its_best_lr_with_its_twin_seed_by_seed() -> None:
     def record(optimizer: str, lr: float, seed: int, loss: float, workers: int = 1) -> dict[str, Any]:
         identity = {"task": "text", "optimizer": optimizer, "lr": lr, "seed": seed, "workers": workers, "real": False}
-        return {**identity, "options": [], "loss": loss, "accuracy": 0.5, "ratio": 4.0}
+        key = convergence.Job("text", optimizer, lr, seed, workers).key
+        return {**identity, "key": key, "options": [], "loss": loss, "accuracy": 0.5, "ratio": 4.0}
 
     dense = [record("adamw", 1e-3, 0, 9.0), record("adamw", 2e-3, 0, 2.0), record("adamw", 2e-3, 1, 4.0)]
     # the lower loss at another lr has one seed only and is part of the search
@@ -162,6 +164,23 @@ def test_the_report_compares_each_optimizer_at_its_best_lr_with_its_twin_seed_by
     assert row.gap == pytest.approx((0.01 + 0.03) / 2)
     assert row.met is False
     assert "1% **missed**" in convergence.table(rows)
+
+
+def test_rows_that_the_studies_do_not_repeat_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
+    chain = convergence.Chain("text", "onebit_adam", 4, start=2, refine=False, seeds=(0,), also=((16, False, (0,)),))
+    monkeypatch.setattr(convergence, "studies", lambda: {"one": [chain]})
+    monkeypatch.setattr(convergence, "run_job", lambda _: pytest.fail("ran"))
+
+    def record(workers: int, lr: float, seed: int, loss: float) -> dict[str, Any]:
+        job = convergence.Job("text", "onebit_adam", lr, seed, workers)
+        return {**asdict(job), "key": job.key, "loss": loss, "accuracy": 0.5}
+
+    search = [record(4, convergence.rung(k), 0, loss) for k, loss in ((0, 3.0), (2, 2.0), (4, 3.0))]
+    rows = convergence.summarise(
+        [*search, record(16, 2e-3, 0, 2.0), record(16, 2e-3, 1, 2.0), record(64, 2e-3, 0, 2.0)]
+    )
+    assert [(row.world[3], row.repeated) for row in rows] == [(4, True), (16, False), (64, False)]
+    assert convergence.table(rows).count("| onebit_adam † |") == 2
 
 
 def test_the_page_of_all_rows_is_that_of_the_runs() -> None:
