@@ -798,7 +798,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
     def _scale_factors(self) -> tuple[float, float]:
         """The magnitudes that a worker and a server send a block with, in units of its root mean square."""
-        return self.settings.get("scale_factor", 1.0), self.settings.get("server_scale_factor", 1.0)
+        return 1.0, 1.0
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
