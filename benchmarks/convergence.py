@@ -981,7 +981,7 @@ class Row:
         runs: the records at this lr, by seed.
         gap: mean over seeds of ``loss / twin's loss - 1`` (None: it has no twin).
         gap_error: standard error of that mean (None: fewer than two seeds).
-        repeated: whether the studies, run anew, would run it.
+        repeated: whether the studies, run anew, would make all of these runs.
     """
 
     world: World

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -181,6 +182,21 @@ def test_rows_that_the_studies_do_not_repeat_are_marked(monkeypatch: pytest.Monk
     )
     assert [(row.world[3], row.repeated) for row in rows] == [(4, True), (16, False), (64, False)]
     assert convergence.table(rows).count("| onebit_adam † |") == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads to cores")
+def test_simulated_ranks_of_a_study_run_on_the_core_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.sched_getaffinity(0)
+    monkeypatch.setattr(convergence, "_core", max(before))
+    seen: list[set[int]] = []
+
+    def train(*_: Any) -> None:
+        seen.append(os.sched_getaffinity(0))
+
+    monkeypatch.setattr(convergence, "train", train)
+    convergence.train_simulated(convergence.Job("digits", "onebit_adam", 1e-3, workers=2))
+    assert seen == [{max(before)}] * 2
+    assert os.sched_getaffinity(0) == before
 
 
 def test_the_page_of_all_rows_is_that_of_the_runs() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from oracle.blocks import Array, Exchange
+from oracle.blocks import Array, Exchange, kappas
 from oracle.common import (
     Gradients,
     average,
@@ -94,12 +94,9 @@ class Adam:
         self.t = [0] * len(x)
         self.k = [0] * len(x)
         # many nodes send more than the root mean square, workers and servers
-        kappa = server_kappa = 1.5 if preconditioned and n // ranks_per_node >= 32 else 1.0
-        if scale_factor is not None:
-            kappa = server_kappa = scale_factor
-        if server_scale_factor is not None:
-            server_kappa = server_scale_factor
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, kappa, server_kappa)
+        defaults = (1.5, 1.5) if preconditioned and n // ranks_per_node >= 32 else (1.0, 1.0)
+        scales = kappas(defaults, scale_factor, server_scale_factor)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, *scales)
         self.steps = self.skipped = 0
         # what the denominators are made of in the compressed stage: v and k as they were at the freeze or the last refresh
         self.v_D = self.v

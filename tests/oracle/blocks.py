@@ -30,6 +30,14 @@ def node_means(c: Sequence[Array], ranks_per_node: int) -> list[Array]:
     return [np.mean(c[start : start + ranks_per_node], axis=0) for start in range(0, len(c), ranks_per_node)]
 
 
+def kappas(
+    defaults: tuple[float, float], scale_factor: float | None, server_scale_factor: float | None
+) -> tuple[float, float]:
+    """kappa of workers and of servers, who have that of workers where only that is given."""
+    kappa, server_kappa = defaults if scale_factor is None else (scale_factor, scale_factor)
+    return kappa, server_kappa if server_scale_factor is None else server_scale_factor
+
+
 class Exchange:
     """The exchange of one set of tensors, with the residuals of all workers and servers.
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from oracle.blocks import Array, Exchange
+from oracle.blocks import Array, Exchange, kappas
 from oracle.common import (
     Gradients,
     average,
@@ -89,14 +89,11 @@ class Lamb:
         self.v_D, self.k_D = self.v, self.k
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
-        kappa = server_kappa = 1.0
+        defaults = (1.0, 1.0)
         if self.followed:
-            kappa, server_kappa = 1.5 if self.nodes >= 32 else 1.25, 1.5 if self.nodes >= 4 else 1.25
-        if scale_factor is not None:
-            kappa = server_kappa = scale_factor
-        if server_scale_factor is not None:
-            server_kappa = server_scale_factor
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, kappa, server_kappa)
+            defaults = 1.5 if self.nodes >= 32 else 1.25, 1.5 if self.nodes >= 4 else 1.25
+        scales = kappas(defaults, scale_factor, server_scale_factor)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, *scales)
         self.steps = self.skipped = 0
         self.frozen = False
 
