@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_onebit import BinSGDM, OnebitAdam, OnebitLamb
 from lightning_onebit.comm import Bucket, Plan, plan_buckets
 from lightning_onebit.kernels import Packed, get_backend
 from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, draw_key
@@ -327,6 +328,33 @@ def measure_fused_adamw(clock: Clock, report: Report, model: Model) -> Row:
     return report.add(clock("torch.optim.AdamW(fused=True)", 28 * model.numel, lambda: optimizer.step()))
 
 
+def measure_optimizers(clock: Clock, device: torch.device, elements: int, fused: Row) -> dict[str, float]:
+    """Whole steps of the optimizers, in a world of one rank, over fused AdamW's: kernels, launches, and what the host waits for.
+
+    One rank serves the whole model, not a share of it: this is the most that a step can cost.
+    """
+    made: dict[str, Callable[..., Any]] = {
+        "warm-up step of OnebitAdam": lambda p: OnebitAdam(p, lr=1e-5, weight_decay=0.01, freeze_step=10**9),
+        "compressed step of OnebitAdam": lambda p: OnebitAdam(
+            p, lr=1e-5, weight_decay=0.01, freeze_step=1, refresh_interval="never", force_compression=True
+        ),
+        "compressed step of OnebitLamb": lambda p: OnebitLamb(
+            p, lr=1e-5, weight_decay=0.01, freeze_step=1, force_compression=True
+        ),
+        "step of BinSGDM": lambda p: BinSGDM(p, lr=1e-5, weight_decay=0.01, force_compression=True),
+    }
+    found = {}
+    for name, make in made.items():
+        params = [torch.nn.Parameter(torch.randn(elements // TENSORS, device=device)) for _ in range(TENSORS)]
+        for p in params:
+            p.grad = torch.randn_like(p).mul_(1e-3)
+        optimizer = make(params)
+        row = clock(name, 0, optimizer.step)
+        found[f"{name}, ratio to fused AdamW"] = row.milliseconds / fused.milliseconds
+        del optimizer, params
+    return found
+
+
 # ----- DeepSpeed's sequence -----------------------------------------------------------------------------------------------
 
 
@@ -539,6 +567,7 @@ def run(arguments: argparse.Namespace) -> Report:
     servers = {ranks: measure_server(clock, report, kernels, model, ranks) for ranks in (2, 8, 64)}
     fused = measure_fused_adamw(clock, report, model)
     deepspeed = measure_deepspeed(clock, report, model, 8)
+    whole = measure_optimizers(clock, device, settings["elements"], fused)
     measure_others(clock, report, kernels, Model(arguments.elements // 4, 1e9, device))
     measure_step(
         clock,
@@ -566,6 +595,7 @@ def run(arguments: argparse.Namespace) -> Report:
         "compress + apply, ratio to copy": ours / least,
         "compress + apply, ratio to fused AdamW": ours / fused.milliseconds,
         "server part of 8 ranks, ratio to copy": servers[8].ratio,
+        **whole,
         "DeepSpeed's sequence over ours (compress + server + apply)": deepspeed.milliseconds / (ours + server),
         "server milliseconds of 8 ranks": server,
         "host microseconds per launch": measure_launch(kernels, device),

@@ -32,6 +32,7 @@ static const int kPlanes = 32;
 static const int kChunks = 8;  // 16-byte vectors of a thread: 32 planes * W lanes / (W threads * 4 elements)
 static const u32 kSign = 0x80000000u;
 static const int kStatsThreads = 256;
+static const int kRowsAtOnce = 8;  // of several ranks' bits and scales
 
 extern __shared__ float4 shared_memory[];
 
@@ -361,8 +362,15 @@ DEVICE float scale_of(float sum, int length, float factor) {
 template <class Maker, class E>
 DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc,
                                float factor) {
+  const int part = kPlanes / 2;  // a maker needs as many registers again
   float y[kPlanes];
-  if (h.live) maker.template planes<kPlanes>(y, h.t, 0);
+#pragma unroll
+  for (int first = 0; first < kPlanes; first += part) {
+    float made[part];
+    if (h.live) maker.template planes<part>(made, h.t, first);
+#pragma unroll
+    for (int q = 0; q < part; ++q) y[first + q] = made[q];
+  }
   float sum = 0.0f;
   u32 word = 0;
 #pragma unroll
@@ -611,23 +619,42 @@ template <class E> struct Server {
   const E* d;
 
   template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
-    float kept[P];
-#pragma unroll
-    for (int q = 0; q < P; ++q) kept[q] = value(d[(plane + q) * lanes + lane]);
     const float* scale = reinterpret_cast<const float*>(raw) + block;
     const u32* words = reinterpret_cast<const u32*>(raw + per_row * 4) + static_cast<i64>(block) * lanes + lane;
     const i64 row_step = stride / 4;
+    // the first rows are on their way together with the residual, and later ones with each other: a wait for memory costs more than a row
+    float kept[P], s[kRowsAtOnce];
+    u32 word[kRowsAtOnce];
 #pragma unroll
-    for (int q = 0; q < P; ++q) y[q] = flip(*scale, *words, plane + q);
-#pragma unroll 4
-    for (i64 row = 1; row < rows; ++row) {
-      const float s = scale[row * row_step];
-      const u32 word = words[row * row_step];
+    for (int n = 0; n < kRowsAtOnce; ++n) {
+      s[n] = n < rows ? scale[n * row_step] : 0.0f;
+      word[n] = n < rows ? words[n * row_step] : 0u;
+    }
 #pragma unroll
-      for (int q = 0; q < P; ++q) y[q] = add(y[q], flip(s, word, plane + q));
+    for (int q = 0; q < P; ++q) kept[q] = value(d[(plane + q) * lanes + lane]);
+#pragma unroll
+    for (int q = 0; q < P; ++q) y[q] = flip(s[0], word[0], plane + q);
+#pragma unroll
+    for (int n = 1; n < kRowsAtOnce; ++n)
+      if (n < rows) plus<P>(y, s[n], word[n], plane);
+#pragma unroll 1
+    for (i64 row = kRowsAtOnce; row < rows; row += kRowsAtOnce) {
+#pragma unroll
+      for (int n = 0; n < kRowsAtOnce; ++n) {
+        s[n] = row + n < rows ? scale[(row + n) * row_step] : 0.0f;
+        word[n] = row + n < rows ? words[(row + n) * row_step] : 0u;
+      }
+#pragma unroll
+      for (int n = 0; n < kRowsAtOnce; ++n)
+        if (row + n < rows) plus<P>(y, s[n], word[n], plane);
     }
 #pragma unroll
     for (int q = 0; q < P; ++q) y[q] = add(mul(y[q], inv_n), kept[q]);
+  }
+
+  template <int P> static MEMBER void plus(float (&y)[P], float s, u32 word, int plane) {
+#pragma unroll
+    for (int q = 0; q < P; ++q) y[q] = add(y[q], flip(s, word, plane + q));
   }
 };
 
@@ -1235,62 +1262,111 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
 
 enum VoteMode { kRandom = 0, kMajority = 1, kMean = 2, kFeedback = 3 };
 
-// Counts of negatives live in bit planes: plane p of `count` holds bit p of the counts of a word's 32 elements.
+struct VoteArguments {
+  i64 rows, stride;
+  const u32* words;
+  int mode, length;
+  u32 seed;
+  i64 key1, key2;
+  u32* out;
+  i64 planes;
+  float share;
+  float* carried;  // of the block
+};
+
+// Counts of negatives live in bit planes: plane p of `count` holds bit p of the counts of a word's 32 elements. C planes hold up to
+// 2^C - 1 rows.
 // kFeedback: z = (n - 2c)*share + carried ; bit: not z >= 0 ; carried = z - sign
-KERNEL onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, i64 mode, i64 key0,
-                   i64 key1, i64 key2, i64 first_block, u32* out, i64 planes, float share, float* carried) {
-  const Here h = here(block_size, blocks);
-  if (!h.live) return;
-  const int kCountPlanes = 16;  // up to 65,535 rows
-  const int length = lengths[h.block];
-  const u32 seed = hash_of_block(first_block + h.block, key0);
-  const float n = static_cast<float>(static_cast<int>(rows));
+template <int C> DEVICE void vote(const VoteArguments& x, const Here& h) {
+  const int rows = static_cast<int>(x.rows);
+  const i64 row_step = x.stride / 4;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    u32 count[kCountPlanes];
+    u32 count[C];
 #pragma unroll
-    for (int p = 0; p < kCountPlanes; ++p) count[p] = 0u;
-    const u32* words = reinterpret_cast<const u32*>(raw) + static_cast<i64>(h.block) * h.lanes + lane;
-#pragma unroll 4
-    for (i64 row = 0; row < rows; ++row) {
-      u32 carry = words[row * (stride / 4)];
+    for (int p = 0; p < C; ++p) count[p] = 0u;
+#pragma unroll 1
+    for (int row = 0; row < rows; row += kRowsAtOnce) {
+      u32 word[kRowsAtOnce];
 #pragma unroll
-      for (int p = 0; p < kCountPlanes; ++p) {
-        const u32 both = count[p] & carry;
-        count[p] ^= carry;
-        carry = both;
+      for (int n = 0; n < kRowsAtOnce; ++n) word[n] = row + n < rows ? x.words[(row + n) * row_step + lane] : 0u;
+#pragma unroll
+      for (int n = 0; n < kRowsAtOnce; ++n) {
+        u32 carry = word[n];
+#pragma unroll
+        for (int p = 0; p < C; ++p) {
+          const u32 both = count[p] & carry;
+          count[p] ^= carry;
+          carry = both;
+        }
       }
     }
     u32 valid = 0;
 #pragma unroll
-    for (int k = 0; k < kPlanes; ++k) valid |= static_cast<u32>(k * h.lanes + lane < length) << k;
-    u32* to = out + h.block * planes * h.lanes + lane;
-    if (mode == kMean) {
+    for (int k = 0; k < kPlanes; ++k) valid |= static_cast<u32>(k * h.lanes + lane < x.length) << k;
+    u32* to = x.out + lane;
+    if (x.mode == kMean) {
 #pragma unroll
-      for (int p = 0; p < kCountPlanes; ++p)
-        if (p < planes) to[static_cast<i64>(p) * h.lanes] = count[p] & valid;
+      for (int p = 0; p < C; ++p)
+        if (p < x.planes) to[static_cast<i64>(p) * h.lanes] = count[p] & valid;
       continue;
     }
-    u32 word = 0;
-    for (int k = 0; k < kPlanes; ++k) {
-      int negatives = 0;
+    u32 result = 0;
+    const int part = 8;
 #pragma unroll
-      for (int p = 0; p < kCountPlanes; ++p) negatives |= static_cast<int>((count[p] >> k) & 1u) << p;
-      const int balance = static_cast<int>(rows) - 2 * negatives;
-      if (mode == kFeedback) {
-        float* at = carried + (static_cast<i64>(h.block) * kPlanes + k) * h.lanes + lane;
-        const float z = add(mul(static_cast<float>(balance), share), *at);
-        const bool below = !(z >= 0.0f);
-        *at = add(z, below ? 1.0f : -1.0f);
-        word |= static_cast<u32>(below) << k;
-        continue;
+    for (int first = 0; first < kPlanes; first += part) {
+      float carried[part];
+      float* at = x.carried + lane + static_cast<i64>(first) * h.lanes;
+      if (x.mode == kFeedback) {
+#pragma unroll
+        for (int q = 0; q < part; ++q) carried[q] = at[q * h.lanes];
       }
-      const u32 draw = draw_of(seed, k * h.lanes + lane, key1, key2);
-      const bool negative = mode == kRandom ? !(static_cast<float>(balance) > mul(n, uniform(draw)))
-                                            : balance < 0 || (balance == 0 && draw >= kSign);
-      word |= static_cast<u32>(negative) << k;
+#pragma unroll
+      for (int q = 0; q < part; ++q) {
+        const int k = first + q;
+        int negatives = 0;
+#pragma unroll
+        for (int p = 0; p < C; ++p) negatives |= static_cast<int>((count[p] >> k) & 1u) << p;
+        const int balance = rows - 2 * negatives;
+        bool negative;
+        if (x.mode == kFeedback) {
+          const float z = add(mul(static_cast<float>(balance), x.share), carried[q]);
+          negative = !(z >= 0.0f);
+          at[q * h.lanes] = add(z, negative ? 1.0f : -1.0f);
+        } else {
+          const u32 draw = draw_of(x.seed, k * h.lanes + lane, x.key1, x.key2);
+          negative = x.mode == kRandom ? !(static_cast<float>(balance) > mul(static_cast<float>(rows), uniform(draw)))
+                                       : balance < 0 || (balance == 0 && draw >= kSign);
+        }
+        result |= static_cast<u32>(negative) << k;
+      }
     }
-    *to = word & valid;
+    *to = result & valid;
   }
+}
+
+KERNEL_128 onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, i64 mode, i64 key0,
+                       i64 key1, i64 key2, i64 first_block, u32* out, i64 planes, float share, float* carried) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  VoteArguments x;
+  x.rows = rows;
+  x.stride = stride;
+  x.words = reinterpret_cast<const u32*>(raw) + static_cast<i64>(h.block) * h.lanes;
+  x.mode = static_cast<int>(mode);
+  x.length = lengths[h.block];
+  x.seed = hash_of_block(first_block + h.block, key0);
+  x.key1 = key1;
+  x.key2 = key2;
+  x.out = out + h.block * planes * h.lanes;
+  x.planes = planes;
+  x.share = share;
+  x.carried = carried != nullptr ? carried + h.block * block_size : nullptr;
+  if (rows < 16)
+    vote<4>(x, h);
+  else if (rows < 256)
+    vote<8>(x, h);
+  else
+    vote<16>(x, h);  // up to 65,535 rows
 }
 
 // x = x*decay + lr*ubar where alive, else x*decay + 0 ; mean_of 0: ubar = +-1 by the bits, else (n - 2c) * share

@@ -360,13 +360,13 @@ CASES: dict[str, Callable[[World], Results]] = {
         )
     },
     "compress range times bf16 r": lambda w: compress_range(w, times=torch.bfloat16),
-    **{f"reduce {rows}": (lambda w, rows=rows: reduce(w, rows)) for rows in (1, 2, 3, 7)},
+    **{f"reduce {rows}": (lambda w, rows=rows: reduce(w, rows)) for rows in (1, 2, 3, 7, 8, 9, 17)},
     **{
         f"compress {m} {g}, bf16 residual": (lambda w, m=m, g=g: compress(w, m, g, torch.bfloat16))
         for m, g in (("none", "none"), ("none", "tiny"), ("flat", "flat"), ("packed", "spans"), ("packed", "shifted"))
     },
     "compress range, bf16 residual": lambda w: compress_range(w, torch.bfloat16),
-    **{f"reduce {rows}, bf16 residual": (lambda w, rows=rows: reduce(w, rows, torch.bfloat16)) for rows in (1, 5)},
+    **{f"reduce {rows}, bf16 residual": (lambda w, rows=rows: reduce(w, rows, torch.bfloat16)) for rows in (1, 5, 10)},
     "unpack": unpack,
     **{f"gather shifted {s}": (lambda w, s=s: gather(w, s)) for s in (0, 1)},
     **{f"scatter shifted {s}": (lambda w, s=s: scatter(w, s)) for s in (0, 1)},
@@ -393,8 +393,10 @@ CASES: dict[str, Callable[[World], Results]] = {
     **{
         f"vote {mode} {rows}": (lambda w, mode=mode, rows=rows: vote(w, mode, rows))
         for mode in ("random", "majority", "mean", "feedback")
-        for rows in (1, 2, 5)
+        for rows in (1, 2, 5, 8, 17)
     },
+    # more than 8 bits of votes
+    **{f"vote {mode} 300": (lambda w, mode=mode: vote(w, mode, 300)) for mode in ("random", "majority", "mean", "feedback")},
     **{f"apply_votes {n}": (lambda w, n=n: apply_votes(w, n)) for n in (None, 1, 6)},
     "mark_live": mark_live,
 }
