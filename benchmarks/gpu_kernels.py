@@ -338,6 +338,14 @@ def measure_optimizers(clock: Clock, device: torch.device, elements: int, fused:
         "compressed step of OnebitAdam": lambda p: OnebitAdam(
             p, lr=1e-5, weight_decay=0.01, freeze_step=1, refresh_interval="never", force_compression=True
         ),
+        "compressed step of OnebitAdam, buckets of 256 MB": lambda p: OnebitAdam(
+            *(p, 1e-5),
+            weight_decay=0.01,
+            freeze_step=1,
+            refresh_interval="never",
+            force_compression=True,
+            bucket_mb=256.0,
+        ),
         "compressed step of OnebitLamb": lambda p: OnebitLamb(
             p, lr=1e-5, weight_decay=0.01, freeze_step=1, force_compression=True
         ),

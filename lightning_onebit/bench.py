@@ -78,7 +78,7 @@ def measure_link(
     ranks_per_node: int = 1,
     timeout: float = 300.0,
     algorithm: str = "onebit_adam",
-    bucket_mb: float = 16.0,
+    bucket_mb: float | None = None,
     **options: Any,
 ) -> LinkMeasurement:
     """Measures one size. A collective: every rank of the group must call it alike.
@@ -91,7 +91,7 @@ def measure_link(
         ranks_per_node: more than 1 measures the hierarchical exchange.
         timeout: seconds that a rank waits for the others.
         algorithm: whose steps are measured (0/1 Adam: those that synchronise).
-        bucket_mb: MB of fp32 gradients per bucket, of the exchange and of the dense all-reduce.
+        bucket_mb: MB of fp32 gradients per bucket, of the exchange and of the dense all-reduce; None: the optimizer's default.
         **options: further options of the algorithm's optimizer (``kernels``, ``block_size``, ``residual_dtype``, ...).
 
     Raises:
@@ -129,7 +129,9 @@ def measure_link(
     optimizer.configure_communication(group, ranks_per_node=ranks_per_node, timeout=timedelta(seconds=timeout))
     try:
         exchange, local = _time_exchange(optimizer, weight, gradient, repeats, group)
-        dense = _time_all_reduce(gradient.clone(), int(bucket_mb * 2**20 / 4), repeats, group)
+        dense = _time_all_reduce(
+            gradient.clone(), int(optimizer.options.bucket_size(exchanged=False) * 2**20 / 4), repeats, group
+        )
     finally:
         _release(optimizer)
     record = optimizer.ledger.last
@@ -287,7 +289,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="onebit_adam", help="whose steps to measure")
     parser.add_argument("--kernels", choices=BACKENDS, default="auto")
     parser.add_argument("--block-size", type=int, default=2048)
-    parser.add_argument("--bucket-mb", type=float, default=16.0)
+    parser.add_argument("--bucket-mb", type=float, help="default: the optimizer's")
 
 
 def run(options: argparse.Namespace) -> Outcome:

@@ -152,7 +152,8 @@ class Job:
         hidden: share of ``compute`` behind which dense averaging hides (backward is two thirds, less its first bucket).
         overlap: ``"step"``, or ``"backward"`` where compressed buckets hide as well (1-bit Adam and 1-bit LAMB).
         block_size: elements that share a scale.
-        bucket_mb: MB of fp32 gradients per bucket; at least a block is in one, in the exchange a block of every rank.
+        bucket_mb: MB of fp32 gradients per bucket (by default those of an optimizer on CPUs; on CUDA devices they are larger, and fewer);
+            at least a block is in one, in the exchange a block of every rank.
         var_update_scaler: 0/1 Adam's, like the three that follow.
         lr_warmup_steps: steps in which the run's lr rises: where it still does when 0/1 Adam's gaps would first grow, every step is a
             refresh for four times as long, the first 256 at most.

@@ -104,7 +104,7 @@ class OnebitMixin(_Base):
         denominator_floor: smallest denominator relative to the root of its tensor's mean second moment (BinSGDM: to its block's
             root mean square of magnitudes).
         force_compression: compress even in a world of one rank.
-        bucket_mb: MB of fp32 gradients per bucket.
+        bucket_mb: MB of fp32 gradients per bucket; None: 16, on CUDA devices 64 (see ``OnebitAdam``).
         max_consecutive_skips: the error comes with this many steps in a row skipped for non-finite gradients (0: with the first one,
             and less work).
         kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.

@@ -192,6 +192,20 @@ def test_a_step_waits_for_the_device_as_often_with_many_buckets_as_with_one(kern
     assert one == many
 
 
+def test_buckets_are_larger_by_default_than_on_the_cpu(kernels: Any) -> None:
+    numel = 40 * 2**18  # 40 MB
+
+    def buckets(**options: Any) -> int:
+        params = [torch.nn.Parameter(torch.zeros(numel, device=DEVICE))]
+        params[0].grad = torch.ones_like(params[0])
+        optimizer = OnebitAdam(params, freeze_step=1, **options)
+        optimizer.step()
+        assert optimizer.bucket_mb == options.get("bucket_mb", 16.0 if "overlap" in options else 64.0)
+        return len(optimizer._buckets())
+
+    assert (buckets(), buckets(overlap="backward"), buckets(bucket_mb=20.0)) == (1, 3, 2)
+
+
 def test_kernels_run_on_torchs_current_stream(kernels: Any) -> None:
     import cupy
 

@@ -21,6 +21,7 @@ from lightning_onebit.comm import PlanMismatch, StepRecord, plan_buckets
 from lightning_onebit.comm.transport import Pending
 from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim import OnebitAdam, Phase
+from lightning_onebit.optim.options import CommonOptions
 
 SHAPES = ((64, 33), (7,), (0,), (1,), (3, 2049), (4097,))
 
@@ -1464,6 +1465,19 @@ def test_channels_last_parameters_keep_their_strides() -> None:
 def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         OnebitAdam([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+def test_buckets_have_a_size_by_default_for_each_kind_of_device() -> None:
+    step, backward = CommonOptions(), CommonOptions(overlap="backward")
+    assert [o.bucket_size(device) for o in (step, backward) for device in ("cpu", "cuda")] == [16.0, 64.0, 16.0, 16.0]
+    assert step.bucket_size("cuda", exchanged=False) == 16.0  # they leave while backward goes on
+    given = CommonOptions(bucket_mb=3.0)
+    assert given.bucket_size("cpu") == given.bucket_size("cuda") == given.bucket_size("cuda", exchanged=False) == 3.0
+    optimizer = OnebitAdam([torch.nn.Parameter(torch.ones(3))])
+    assert optimizer.options.bucket_mb is None and optimizer.bucket_mb == 16.0
+    assert (
+        "option bucket_mb=16.0" in optimizer.plan_description()
+    )  # what all ranks must agree on is the size, not the default
 
 
 def test_unknown_options_are_refused() -> None:

@@ -104,8 +104,8 @@ def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """How a probe has to be made to cost what this optimizer's steps cost."""
     options = {
         name: getattr(optimizer.options, name)
-        for name in ("kernels", "block_size", "bucket_mb", "residual_dtype", "denominator_dtype")
-    }
+        for name in ("kernels", "block_size", "residual_dtype", "denominator_dtype")
+    } | {"bucket_mb": optimizer.bucket_mb}
     known = find_algorithm(optimizer.algorithm).options
     if "server" in known:  # of BinSGDM: what the reply carries
         options["server"] = optimizer.settings["server"]

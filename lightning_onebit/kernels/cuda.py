@@ -56,6 +56,8 @@ _TABLES_KEPT = 8
 _MAX_ROWS = 65535  # counts of votes have 16 bits
 _VOTE_MODES = {"random": 0, "majority": 1, "mean": 2, "feedback": 3}
 
+_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
 Argument = Any  # an address or an integer (int), or np.float32
 
 
@@ -116,6 +118,14 @@ def import_cupy() -> Any:
             f"pip uninstall cupy-cuda{theirs}x, then {remedy}"
         )
     return cupy
+
+
+def _current_stream(index: int) -> int:
+    """Address of torch's current stream of a device."""
+    # what torch's own compilers use: an object for the stream takes ten times as long to make
+    if _raw_stream is not None:
+        return int(_raw_stream(index))
+    return torch.cuda.current_stream(index).cuda_stream
 
 
 class _Stream:
@@ -204,15 +214,21 @@ class CupyRuntime:
         arguments: Sequence[Argument],
     ) -> None:
         """See ``Runtime``."""
-        index = torch.cuda.current_device() if device.index is None else device.index
+        # (in few words: a step's host work is mostly launches)
+        current = torch.cuda.current_device()
+        index = current if device.index is None else device.index
+        function = self._functions.get((index, name)) or self._function(index, name)
+        stream = _Stream(_current_stream(index))
+        with torch.cuda.device(index) if index != current else contextlib.nullcontext():
+            function((grid,), block, tuple(arguments), shared_mem=shared, stream=stream)
+
+    def _function(self, index: int, name: str) -> Any:
+        """A kernel on a device."""
         if index not in self._modules:
             self._load(index)
-        stream = _Stream(torch.cuda.current_stream(index).cuda_stream)
         with torch.cuda.device(index):
-            function = self._functions.get((index, name))
-            if function is None:
-                function = self._functions[index, name] = self._modules[index].get_function(name)
-            function((grid,), block, tuple(arguments), shared_mem=shared, stream=stream)
+            function = self._functions[index, name] = self._modules[index].get_function(name)
+        return function
 
     def upload(self, values: Tensor, device: torch.device) -> Tensor:
         """See ``Runtime``."""
@@ -220,7 +236,7 @@ class CupyRuntime:
 
     def stream(self, device: torch.device) -> int:
         """See ``Runtime``."""
-        return torch.cuda.current_stream(device).cuda_stream
+        return _current_stream(torch.cuda.current_device() if device.index is None else device.index)
 
 
 # ----- arguments ------------------------------------------------------------------------------------------------------

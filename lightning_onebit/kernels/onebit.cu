@@ -362,15 +362,8 @@ DEVICE float scale_of(float sum, int length, float factor) {
 template <class Maker, class E>
 DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc,
                                float factor) {
-  const int part = kPlanes / 2;  // a maker needs as many registers again
   float y[kPlanes];
-#pragma unroll
-  for (int first = 0; first < kPlanes; first += part) {
-    float made[part];
-    if (h.live) maker.template planes<part>(made, h.t, first);
-#pragma unroll
-    for (int q = 0; q < part; ++q) y[first + q] = made[q];
-  }
+  if (h.live) maker.template planes<kPlanes>(y, h.t, 0);
   float sum = 0.0f;
   u32 word = 0;
 #pragma unroll
@@ -619,16 +612,18 @@ template <class E> struct Server {
   const E* d;
 
   template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
-    const float* scale = reinterpret_cast<const float*>(raw) + block;
-    const u32* words = reinterpret_cast<const u32*>(raw + per_row * 4) + static_cast<i64>(block) * lanes + lane;
-    const i64 row_step = stride / 4;
+    const int count = static_cast<int>(rows), scale_step = static_cast<int>(stride / 4);
+    const u32* scales = reinterpret_cast<const u32*>(raw) + block;
+    // from a row's scale to its word
+    const i64 to_word = per_row + static_cast<i64>(block) * (lanes - 1) + lane;
     // the first rows are on their way together with the residual, and later ones with each other: a wait for memory costs more than a row
     float kept[P], s[kRowsAtOnce];
     u32 word[kRowsAtOnce];
 #pragma unroll
     for (int n = 0; n < kRowsAtOnce; ++n) {
-      s[n] = n < rows ? scale[n * row_step] : 0.0f;
-      word[n] = n < rows ? words[n * row_step] : 0u;
+      const u32* at = scales + static_cast<i64>(n) * scale_step;
+      s[n] = n < count ? as_float(at[0]) : 0.0f;
+      word[n] = n < count ? at[to_word] : 0u;
     }
 #pragma unroll
     for (int q = 0; q < P; ++q) kept[q] = value(d[(plane + q) * lanes + lane]);
@@ -636,17 +631,19 @@ template <class E> struct Server {
     for (int q = 0; q < P; ++q) y[q] = flip(s[0], word[0], plane + q);
 #pragma unroll
     for (int n = 1; n < kRowsAtOnce; ++n)
-      if (n < rows) plus<P>(y, s[n], word[n], plane);
+      if (n < count) plus<P>(y, s[n], word[n], plane);
 #pragma unroll 1
-    for (i64 row = kRowsAtOnce; row < rows; row += kRowsAtOnce) {
+    for (int row = kRowsAtOnce; row < count; row += kRowsAtOnce) {
+      const u32* from = scales + static_cast<i64>(row) * scale_step;
 #pragma unroll
       for (int n = 0; n < kRowsAtOnce; ++n) {
-        s[n] = row + n < rows ? scale[(row + n) * row_step] : 0.0f;
-        word[n] = row + n < rows ? words[(row + n) * row_step] : 0u;
+        const u32* at = from + static_cast<i64>(n) * scale_step;
+        s[n] = row + n < count ? as_float(at[0]) : 0.0f;
+        word[n] = row + n < count ? at[to_word] : 0u;
       }
 #pragma unroll
       for (int n = 0; n < kRowsAtOnce; ++n)
-        if (row + n < rows) plus<P>(y, s[n], word[n], plane);
+        if (row + n < count) plus<P>(y, s[n], word[n], plane);
     }
 #pragma unroll
     for (int q = 0; q < P; ++q) y[q] = add(mul(y[q], inv_n), kept[q]);

@@ -64,7 +64,9 @@ class OnebitAdam(CompressingAdam):
             tensor's mean second moment (of those that are not 0).
         process_group: ranks that train together; None: the default group.
         force_compression: compress even in a world of one rank.
-        bucket_mb: about how many MB of fp32 gradients one bucket carries.
+        bucket_mb: about how many MB of fp32 gradients one bucket carries. None: 16; on a CUDA device 64, because launching kernels costs
+            the host more than their work costs the device, but 16 where buckets leave in the midst of backward (dense averages,
+            ``overlap="backward"``).
         max_consecutive_skips: the error comes with this many steps in a row skipped because of non-finite gradients. 0: with
             the first such gradient; 1-bit Adam and 1-bit LAMB then find it by what the exchange brings instead of looking
             at all gradients first, which takes a tenth and more off the work of a compressed step.
@@ -109,7 +111,7 @@ class OnebitAdam(CompressingAdam):
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
-        bucket_mb: float = 16.0,
+        bucket_mb: float | None = None,
         max_consecutive_skips: int = 100,
         kernels: str = "auto",
         timeout: float = 1800.0,

@@ -162,6 +162,11 @@ class ArenaOptimizer(torch.optim.Optimizer):
         return self._ranks()
 
     @property
+    def bucket_mb(self) -> float:
+        """MB (2**20 bytes) of fp32 gradients in a bucket of the exchange: the option, or its default for the parameters' device."""
+        return self.options.bucket_size(self._device.type)
+
+    @property
     def phase(self) -> Phase:
         """Current phase."""
         return self._phase
@@ -446,7 +451,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             [self._params[i].numel() for i in self._slots],
             block_size=self.options.block_size,
             world_size=ranks.size,
-            bucket_elements=int(self.options.bucket_mb * 2**20 / 4),
+            bucket_elements=int(self.bucket_mb * 2**20 / 4),
             device=self._device,
         )
         size = self._plan.elements
@@ -509,7 +514,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             self._reducer = Reducer(
                 [self._params[i] for i in indices],
                 self._transport,
-                int(self.options.bucket_mb * 2**20),
+                int(self.options.bucket_size(exchanged=False) * 2**20),
                 overlap=self._overlap_dense,
                 lanes=[PLAN_LANE if i in self._slot_of else DENSE_LANE for i in indices],
             )
@@ -518,7 +523,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         """The plan in words, one fact per line: what all ranks must agree on (options, phase, groups, layout of the parameters)."""
         ranks = self._ranks()
         lines = [f"algorithm {self.algorithm}", f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node"]
-        options = {k: v for k, v in vars(self.options).items() if k not in ("process_group", "kernels", "timeout")}
+        left_out = ("process_group", "kernels", "timeout")
+        options = {k: v for k, v in vars(self.options).items() if k not in left_out} | {"bucket_mb": self.bucket_mb}
         lines += [f"option {name}={value}" for name, value in options.items()]
         lines += [f"option {name}={value}" for name, value in self.settings.items()]
         lines.append(f"phase {self._phase.value} after {self._steps} steps")

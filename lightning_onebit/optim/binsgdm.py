@@ -110,7 +110,7 @@ class BinSGDM(OnebitOptimizer):
         max_grad_norm: float | None = None,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
-        bucket_mb: float = 16.0,
+        bucket_mb: float | None = None,
         max_consecutive_skips: int = 100,
         kernels: str = "auto",
         timeout: float = 1800.0,

@@ -155,7 +155,7 @@ class OnebitLamb(CompressingAdam):
         denominator_floor: float = 0.1,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
-        bucket_mb: float = 16.0,
+        bucket_mb: float | None = None,
         max_consecutive_skips: int = 100,
         kernels: str = "auto",
         timeout: float = 1800.0,

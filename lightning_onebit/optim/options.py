@@ -16,6 +16,8 @@ from lightning_onebit.kernels import BACKENDS
 LONGEST_WAIT = 1e9
 #: a terabyte, more than any machine's gradients: numbers of elements beyond do not fit where kernels keep them
 LARGEST_BUCKET_MB = 1e6
+#: default of bucket_mb, and that of exchanges on a CUDA device (docs/cuda: what the host does for a bucket)
+BUCKET_MB, CUDA_BUCKET_MB = 16.0, 64.0
 
 
 def check_number(
@@ -96,7 +98,7 @@ class CommonOptions:
         max_grad_norm: clip the global gradient norm (see docs/algorithms); None: no clipping.
         process_group: ranks that train together; None: the default group.
         force_compression: compress even in a world of one rank (for tests and measurements).
-        bucket_mb: about how many MB (2**20 bytes) of fp32 gradients one bucket carries.
+        bucket_mb: about how many MB (2**20 bytes) of fp32 gradients one bucket carries; None: see ``bucket_size``.
         max_consecutive_skips: the error comes with this many steps in a row skipped because of non-finite gradients; 0: with
             the first such gradient, see ``OnebitAdam``.
         kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
@@ -114,7 +116,7 @@ class CommonOptions:
     max_grad_norm: float | None = None
     process_group: dist.ProcessGroup | None = None
     force_compression: bool = False
-    bucket_mb: float = 16.0
+    bucket_mb: float | None = None
     max_consecutive_skips: int = 100
     kernels: str = "auto"
     timeout: float = 1800.0
@@ -139,7 +141,7 @@ class CommonOptions:
                 f"for the default group, not {type(self.process_group).__name__}"
             )
         check_flag("force_compression", self.force_compression)
-        check_number("bucket_mb", self.bucket_mb, above=0, most=LARGEST_BUCKET_MB)
+        check_number("bucket_mb", self.bucket_mb, above=0, most=LARGEST_BUCKET_MB, optional=True)
         check_integer("max_consecutive_skips", self.max_consecutive_skips, least=0)
         check_choice("kernels", self.kernels, BACKENDS)
         check_number("timeout", self.timeout, above=0, most=LONGEST_WAIT)
@@ -151,3 +153,15 @@ class CommonOptions:
                 f"max_grad_norm={self.max_grad_norm} needs all gradients before the first is sent, overlap='backward' sends them as they "
                 "come; use overlap='step' or leave max_grad_norm out"
             )
+
+    def bucket_size(self, device_type: str = "cpu", *, exchanged: bool = True) -> float:
+        """MB of fp32 gradients in a bucket: ``bucket_mb``, or its default.
+
+        Args:
+            device_type: of the parameters, ``"cuda"`` or another.
+            exchanged: False for buckets of dense averages, which leave while backward goes on.
+        """
+        if self.bucket_mb is not None:
+            return self.bucket_mb
+        waits = exchanged and self.overlap == "step"
+        return CUDA_BUCKET_MB if waits and device_type == "cuda" else BUCKET_MB

@@ -396,7 +396,10 @@ CASES: dict[str, Callable[[World], Results]] = {
         for rows in (1, 2, 5, 8, 17)
     },
     # more than 8 bits of votes
-    **{f"vote {mode} 300": (lambda w, mode=mode: vote(w, mode, 300)) for mode in ("random", "majority", "mean", "feedback")},
+    **{
+        f"vote {mode} 300": (lambda w, mode=mode: vote(w, mode, 300))
+        for mode in ("random", "majority", "mean", "feedback")
+    },
     **{f"apply_votes {n}": (lambda w, n=n: apply_votes(w, n)) for n in (None, 1, 6)},
     "mark_live": mark_live,
 }
