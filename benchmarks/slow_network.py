@@ -2,6 +2,7 @@
 
     sudo python benchmarks/slow_network.py --hosts 2 4 --bandwidth 1000 100
     sudo python benchmarks/slow_network.py --deepspeed-python /path/to/python ...     # a Python that has deepspeed==0.19.6
+    sudo python benchmarks/slow_network.py --device cuda --hosts 2 --bandwidth 1000   # the hosts share this machine's first GPU
     python benchmarks/slow_network.py --plot results/a.json results/b.json --name both  # one figure of several results
 
 Sets up one network namespace per host, joined by a switch and shaped with tbf, and always tears it down. All methods train the
@@ -10,7 +11,10 @@ drifts drifts for all of them. DeepSpeed runs afterwards in processes of its own
 
 ``zero_one4`` and ``zero_one16`` are 0/1 Adam's local steps, synchronised by every 4th and 16th: the mean over such a cycle. The floor
 of the exchange is bytes over bandwidth plus local cost: the same optimizer's step in a world whose collectives are copies in memory,
-taken by all hosts at once, as they take the real one (hosts that share cores share them in both).
+taken by all hosts at once, as they take the real one (hosts that share cores, or a GPU, share them in both).
+
+With ``--device cuda`` model and gradients live on the GPU and travel over gloo through the host's memory, as NCCL refuses two ranks on
+one GPU; the all-reduce takes a flat tensor that lies there.
 """
 
 from __future__ import annotations
@@ -49,8 +53,9 @@ class Setting:
     length: int
     rounds: int
     steps: int
-    bucket_mb: float
+    bucket_mb: float | None
     megabits: float
+    device: str = "cpu"
 
 
 # ----- worker: runs on every host ------------------------------------------------------------------------------------------
@@ -77,11 +82,20 @@ def _model(setting: Setting) -> Any:
             self.head = nn.Linear(setting.width, 256)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
             return self.head(self.body(self.embed(x), mask=mask, is_causal=True))
 
     torch.manual_seed(0)
-    return Transformer()
+    return Transformer().to(setting.device)
+
+
+def _now(setting: Setting) -> float:
+    """Seconds, once a device has done what it was given."""
+    import torch
+
+    if setting.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Callable[[], dict[str, Any]]]:
@@ -117,10 +131,11 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
             onebit.begin_backward()
             loss(model, x, y).backward()
             if together:
+                _now(setting)
                 dist.barrier()
-            start = time.perf_counter()
+            start = _now(setting)
             onebit.step()
-            spent = time.perf_counter() - start
+            spent = _now(setting) - start
             onebit.zero_grad()
             inputs[:] = [(x, y)]
             record = onebit.ledger.last
@@ -226,10 +241,11 @@ def _local_seconds(model: Any, setting: Setting) -> list[float]:
     for _ in range(2 + setting.steps):
         for p in model.parameters():
             p.grad = torch.randn_like(p) * 1e-3
+        _now(setting)
         dist.barrier()
-        start = time.perf_counter()
+        start = _now(setting)
         alone.step()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(_now(setting) - start)
     return seconds
 
 
@@ -243,13 +259,13 @@ def worker(setting: Setting, out: Path) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
     elements = sum(p.numel() for p in _model(setting).parameters())
-    flat = torch.randn(elements, generator=generator)
+    flat = torch.randn(elements, generator=generator).to(setting.device)
     reduce_seconds = []
     for _ in range(3):
         dist.barrier()
-        start = time.perf_counter()
+        start = _now(setting)
         dist.all_reduce(flat)
-        reduce_seconds.append(time.perf_counter() - start)
+        reduce_seconds.append(_now(setting) - start)
     del flat
     times: dict[str, list[float]] = {}
     facts: dict[str, dict[str, Any]] = {}
@@ -262,11 +278,11 @@ def worker(setting: Setting, out: Path) -> None:
             warm = 4 if cycle == 1 else 2 + cycle
             seconds: list[float] = []
             for _ in range(warm + cycle * max(1, setting.steps // cycle)):
-                x = torch.randint(0, 256, (setting.batch, setting.length + 1), generator=generator)
+                x = torch.randint(0, 256, (setting.batch, setting.length + 1), generator=generator).to(setting.device)
                 dist.barrier()
-                start = time.perf_counter()
+                start = _now(setting)
                 step(x[:, :-1], x[:, 1:])
-                seconds.append(time.perf_counter() - start)
+                seconds.append(_now(setting) - start)
             cycles = [seconds[i : i + cycle] for i in range(warm, len(seconds), cycle)]
             times.setdefault(name, []).extend(map(statistics.fmean, cycles))
             facts[name] = told()
@@ -339,7 +355,8 @@ def table(result: dict[str, Any]) -> str:
     steps = result["step_seconds"]
     lines = [
         f"{result['hosts']} hosts, {result['megabits']:g} Mb/s, {result['elements'] / 1e6:.1f} M parameters, "
-        f"{result['setting']['batch'] * result['setting']['length']} tokens per host and step, {result['threads']} thread(s) per host",
+        f"{result['setting']['batch'] * result['setting']['length']} tokens per host and step, {result['threads']} thread(s) per host"
+        + (", all on one GPU" if result["setting"].get("device") == "cuda" else ""),
         f"  {'method':<24}{'step ms':>10}{'ddp / it':>10}",
     ]
     for name, seconds in steps.items():
@@ -381,7 +398,8 @@ def plot(results: list[dict[str, Any]], path: Path) -> None:
         axis.set_xlabel("training steps per second")
         axis.set_title(f"{result['hosts']} hosts, {result['megabits']:g} Mb/s", fontsize=10)
     axes[0][0].invert_yaxis()  # shared
-    figure.suptitle(f"{results[0]['elements'] / 1e6:.1f} M-parameter transformer", fontsize=11)
+    gpu = ", hosts that share one GPU" if results[0]["setting"].get("device") == "cuda" else ""
+    figure.suptitle(f"{results[0]['elements'] / 1e6:.1f} M-parameter transformer{gpu}", fontsize=11)
     figure.tight_layout()
     figure.savefig(path, dpi=150)
     plt.close(figure)
@@ -399,7 +417,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64, help="tokens per sequence")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=5, help="measured steps per method and round")
-    parser.add_argument("--bucket-mb", type=float, default=16.0)
+    parser.add_argument("--bucket-mb", type=float, help="default: the optimizers'")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the hosts compute")
     parser.add_argument("--timeout", type=float, default=1500.0, help="seconds per network and environment")
     parser.add_argument(
         "--deepspeed-python", help="a Python that has deepspeed==0.19.6; without it that peer is left out"
@@ -422,6 +441,15 @@ def main() -> None:
 
     if reason := SlowNetwork.requirement():
         parser.error(reason)
+    if args.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: torch sees no CUDA device")
+        if args.deepspeed_python:
+            parser.error(
+                "--deepspeed-python: that peer's packer is replaced by one that works on CPUs; leave --device cuda out"
+            )
     results = []
     for hosts in args.hosts:
         for megabits in args.bandwidth:
@@ -435,6 +463,7 @@ def main() -> None:
                 args.steps,
                 args.bucket_mb,
                 megabits,
+                args.device,
             )
             results.append(measure(setting, hosts, args.timeout, args.deepspeed_python, args.prefix))
             print(table(results[-1]), flush=True)

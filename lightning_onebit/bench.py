@@ -292,6 +292,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--bucket-mb", type=float, help="default: the optimizer's")
 
 
+def _gpu_of(local_rank: int, gpus: int, backend: str) -> torch.device:
+    """The GPU of a rank: one of its own, which over gloo several may share.
+
+    Raises:
+        ValueError: NCCL would refuse to share one.
+    """
+    if backend == "nccl" and local_rank >= gpus:
+        raise ValueError(
+            f"rank LOCAL_RANK={local_rank} of this machine has no GPU: there are {gpus}, and NCCL wants one for every rank; start at "
+            f"most {gpus} ranks here (--nproc-per-node {gpus}), or let them share with --backend gloo"
+        )
+    return torch.device("cuda", local_rank % gpus)
+
+
 def run(options: argparse.Namespace) -> Outcome:
     """The command, on every rank; rank 0 has something to say."""
     for name, counts in (
@@ -312,10 +326,13 @@ def run(options: argparse.Namespace) -> Outcome:
         missing = "no GPU was found here" if dist.is_nccl_available() else "this torch was built without NCCL"
         raise ValueError(f"--backend nccl cannot be used: {missing}; use --backend gloo, or leave the option out")
     backend = options.backend or ("nccl" if cuda else "gloo")
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
+    device = torch.device("cpu")
     if cuda:
+        device = _gpu_of(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count(), backend)
         torch.cuda.set_device(device)
-    dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout))
+    # NCCL guesses a rank's device where it is not told
+    known = device if backend == "nccl" else None
+    dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout), device_id=known)
     try:
         results = []
         for size in options.sizes:

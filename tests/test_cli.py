@@ -292,6 +292,15 @@ def test_measurements_of_nothing_say_nothing_about_a_network() -> None:
             judge([])
 
 
+def test_bench_lets_ranks_share_a_gpu_over_gloo_only() -> None:
+    assert [bench._gpu_of(rank, 2, "gloo").index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert [bench._gpu_of(rank, 2, "nccl").index for rank in range(2)] == [0, 1]
+    with pytest.raises(
+        ValueError, match=r"LOCAL_RANK=2 of this machine has no GPU: there are 2.*--nproc-per-node 2.*--backend gloo"
+    ):
+        bench._gpu_of(2, 2, "nccl")
+
+
 @pytest.mark.parametrize("command", ["bench", "doctor"])
 @pytest.mark.parametrize("value", ["nan", "inf", "1e300", "0", "-1"])
 def test_a_timeout_that_is_none_is_refused_by_name(
