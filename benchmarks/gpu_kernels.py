@@ -1,6 +1,6 @@
 """The CUDA kernels against the speed of memory, torch's fused AdamW and DeepSpeed's sequence of passes, on one GPU.
 
-    python benchmarks/gpu_kernels.py                      # about two minutes on one GPU with 40 GB or more
+    python benchmarks/gpu_kernels.py                      # about half a minute on one GPU with 40 GB or more
     python benchmarks/gpu_kernels.py --elements 100000000 # smaller
 
 What is measured, and how:
