@@ -392,9 +392,16 @@ def _states_for(
             part.add(state)
         nodes = states[0]["ranks_per_node"]
     dropped = any(part.dropped for part in parts)
-    return [part.result() for part in parts], (
-        f"residuals of {_world(stamp.world_size, nodes)} continue on {_world(mine[0]['world_size'], mine[0]['ranks_per_node'])}: "
+    before, now = (stamp.world_size, nodes), (mine[0]["world_size"], mine[0]["ranks_per_node"])
+    averaged = (
         "server residuals are cut anew, worker residuals (BinSGDM: momenta and magnitudes) are averaged over ranks"
+    )
+    return [part.result() for part in parts], (
+        (
+            f"residuals of {_world(*before)} continue in other buckets"
+            if before == now
+            else f"residuals of {_world(*before)} continue on {_world(*now)}: {averaged}"
+        )
         + ("; steps that ranks had made alone since the last synchronisation are dropped" if dropped else "")
     )
 

@@ -104,6 +104,44 @@ def test_server_residuals_are_cut_anew_exactly_and_the_mean_of_worker_residuals_
     torch.testing.assert_close(worker_mean(moved), worker_mean(states), rtol=1e-5, atol=1e-6)
 
 
+@given(st.lists(st.integers(0, 200), min_size=1, max_size=5), worlds, st.integers(1, 400), st.integers(1, 400))
+def test_in_other_buckets_every_rank_keeps_its_own_residuals_exactly(
+    numels: list[int], world: tuple[int, int], old_bucket: int, new_bucket: int
+) -> None:
+    """There and back, because what two sets of buckets hold is compared in one of them."""
+    states, others = layouts(numels, *world, old_bucket), layouts(numels, *world, new_bucket)
+    valid = sum(-(-n // 32) for n in numels)
+    for state in states:
+        rank, per_node, blocks = state["rank"], world[1], sum(state["bucket_blocks"])
+        owned = [  # (of a shard, the block that lies at each place; blocks past the last are padding, which holds zeros)
+            first + rank % per_node * (count // per_node) + k
+            for first, count in zip(
+                [sum(state["bucket_blocks"][:b]) for b in range(len(state["bucket_blocks"]))],
+                state["bucket_blocks"],
+                strict=True,
+            )
+            for k in range(count // per_node)
+        ]
+        draw = torch.Generator().manual_seed(1000 * (rank // per_node) + 7)  # the nodes differ
+        vector = torch.randn(blocks, 32, generator=draw) * (torch.arange(blocks) < valid)[:, None]
+        draw.manual_seed(rank)
+        whole = torch.randn(blocks, 32, generator=draw) * (torch.arange(blocks) < valid)[:, None]
+        state["tensors"] = {"worker_residual": vector[owned].flatten(), "local_momentum": whole.flatten()}
+
+    def moved(saved: list[dict[str, Any]], into: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        found = []
+        for mine in into:
+            parts = Redistribution({k: v for k, v in mine.items() if k != "tensors"} | {"tensors": {}})
+            for state in saved:
+                parts.add(state)
+            found.append(parts.result())
+        return found
+
+    for before, after in zip(states, moved(moved(states, others), states), strict=True):
+        for name, tensor in before["tensors"].items():
+            assert torch.equal(after["tensors"][name], tensor), name
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -137,6 +175,7 @@ def elastic_rank(
     steps: int,
     ckpt_path: str | None,
     save: str | None,
+    **options: Any,
 ) -> dict[str, Any]:
     """Goes on from ``ckpt_path`` up to ``steps`` and saves; returns what it started and ended with."""
     pl = enter(rank)
@@ -161,7 +200,9 @@ def elastic_rank(
             if save is not None:
                 module.trainer.save_checkpoint(save)
 
-    strategy = strategy_class()(algorithm, ranks_per_node=ranks_per_node, block_size=64, **OPTIONS[algorithm])
+    strategy = strategy_class()(
+        algorithm, ranks_per_node=ranks_per_node, block_size=64, **OPTIONS[algorithm], **options
+    )
     hooks = {"on_train_start": on_train_start, "on_train_batch_end": on_train_batch_end}
     module = make_module(pl, configure, norm_net, training_step=training_step, **hooks)
     trainer = quiet_trainer(pl, strategy, max_steps=steps, max_epochs=20)
@@ -246,6 +287,26 @@ def test_another_world_goes_on_from_the_same_residuals(
     assert before[0]["end"]["mid_local"] == (algorithm == "zero_one_adam")
     assert_carried_over(before, after, algorithm)
     assert after[0]["steps"] == 11
+
+
+def in_smaller_buckets(rank: int, world: int, algorithm: str, ckpt_path: str) -> dict[str, Any]:
+    return elastic_rank(rank, world, algorithm, None, 11, ckpt_path, None, bucket_mb=0.0005)
+
+
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "binsgdm"])
+def test_other_buckets_go_on_exactly(algorithm: str, tmp_path: Path) -> None:
+    """As where a run that was saved on CPUs is resumed on CUDA devices, whose buckets are larger by default."""
+    path = str(tmp_path / "x.ckpt")
+    run_ranks(elastic_rank, 2, algorithm, None, 7, None, path)
+    same = run_ranks(elastic_rank, 2, algorithm, None, 11, path, None)
+    other = run_ranks(in_smaller_buckets, 2, algorithm, path)
+    assert same[0]["informed"] == []
+    (line,) = other[0]["informed"]
+    assert line.endswith("residuals of 2 ranks continue in other buckets.")
+    for left, right in zip(same, other, strict=True):
+        assert differing(left["end"]["weights"], right["end"]["weights"]) == []
+        buckets = [len(run["end"]["residuals"]["bucket_blocks"]) for run in (left, right)]
+        assert buckets[0] == 1 < buckets[1]
 
 
 @pytest.mark.parametrize("algorithm", ["onebit_adam", "zero_one_adam"])

@@ -54,6 +54,9 @@ class Redistribution:
     (BinSGDM's m and a, 0/1 Adam's m between synchronisations) are averaged likewise; local steps since the last
     synchronisation are dropped.
 
+    Where ranks and nodes are as many as they were and only buckets are others (``bucket_mb``, or its default on another kind of device),
+    every rank takes its own part and nothing is averaged.
+
     Args:
         mine: ``residual_state_dict()`` of this rank's optimizer; its tensors are not used.
         converts: this optimizer's ``converts_residuals``: residuals saved with ``preconditioned=False`` are taken, and stay as they
@@ -87,8 +90,11 @@ class Redistribution:
                     f"residuals were saved with {key}={saved!r}, this run has {wanted!r}, and cannot be redistributed"
                     + remedy(self._mine["algorithm"], key, saved)
                 )
-        size, size_per_node = theirs["world_size"], theirs["ranks_per_node"]
-        copies = {_WORKER: size // size_per_node, _SERVER: 1, _WHOLE: size}
+        size, size_per_node, rank = theirs["world_size"], theirs["ranks_per_node"], theirs["rank"]
+        shares = {_WORKER: size_per_node / size, _SERVER: 1.0, _WHOLE: 1.0 / size}
+        if (size, size_per_node) == (self._mine["world_size"], self._mine["ranks_per_node"]):
+            own = self._mine["rank"]
+            shares |= {_WORKER: float(rank // size_per_node == own // size_per_node), _WHOLE: float(rank == own)}
         for name, tensor in theirs["tensors"].items():
             if name in _DROPPED:
                 self.dropped.add(name)
@@ -105,7 +111,7 @@ class Redistribution:
                 tensor,
                 _runs(theirs, kind),
                 self._block_size,
-                1.0 / copies[kind],
+                shares[kind],
             )
 
     def result(self) -> dict[str, Any]:
@@ -135,12 +141,14 @@ def _runs(layout: Mapping[str, Any], kind: str) -> list[_Run]:
 def _add_blocks(
     into: Tensor, into_runs: list[_Run], values: Tensor, value_runs: list[_Run], size: int, factor: float
 ) -> None:
-    """``into += factor * values`` where both hold the same blocks (runs of each are in ascending order)."""
+    """``into += factor * values`` where both hold the same blocks (runs of each are in ascending order); factor 0: not at all."""
     if values.numel() != sum(run.blocks for run in value_runs) * size:
         raise ValueError(
             f"a rank's state has {values.numel()} elements, {sum(run.blocks for run in value_runs) * size} were expected"
         )
     i = j = at_i = at_j = 0
+    if not factor:
+        return
     while i < len(into_runs) and j < len(value_runs):
         a, b = into_runs[i], value_runs[j]
         lo, hi = max(a.block, b.block), min(a.block + a.blocks, b.block + b.blocks)
