@@ -606,7 +606,7 @@ BETAS = (0.5, 0.8, 0.9, 0.95)  # besides the default, 0.7
 # runs of seconds, whose loss varies by 5 % between seeds: these search, and more of them place the gaps that matter
 DIGITS_SEEDS, MANY_SEEDS, MOST_SEEDS = tuple(range(8)), tuple(range(24)), tuple(range(48))
 # as many as there was time for, where 64 workers have one image each
-THREE_DOZEN, FIVE_DOZEN = tuple(range(36)), tuple(range(60))
+THREE_DOZEN, FIVE_DOZEN, TEN_DOZEN = tuple(range(36)), tuple(range(60)), tuple(range(120))
 ALL_SEEDS = tuple(range(96))  # and these where a gap of the default options lies close to its target
 TWICE_ALL = tuple(range(192))  # and where it still does then
 FIVE_SEEDS, TEN_SEEDS, TWELVE_SEEDS = tuple(range(5)), tuple(range(10)), tuple(range(12))
@@ -719,7 +719,7 @@ def studies() -> dict[str, list[Chain]]:
                 also=((2, True, MANY_SEEDS), (4, False, MOST_SEEDS), (16, False, MANY_SEEDS)),
                 also_rungs=(-1, 0),
             ),
-            digits("onebit_adam", seeds=ALL_SEEDS, also=(many, (16, False, ALL_SEEDS), (64, False, FIVE_DOZEN))),
+            digits("onebit_adam", seeds=ALL_SEEDS, also=(many, (16, False, ALL_SEEDS), (64, False, TEN_DOZEN))),
             digits("onebit_adam", seeds=MOST_SEEDS, variants=(LARGER,)),
             digits("onebit_adam", options=FROZEN, variants=frozen_floors),
             digits(
@@ -773,7 +773,7 @@ def studies() -> dict[str, list[Chain]]:
                     (2, True, MOST_SEEDS),
                     (4, False, ALL_SEEDS),
                     (16, False, MOST_SEEDS),
-                    (64, False, MOST_SEEDS),
+                    (64, False, ALL_SEEDS),
                 ),
                 also_rungs=(-0.5,),
             ),
