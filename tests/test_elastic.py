@@ -293,11 +293,12 @@ def in_smaller_buckets(rank: int, world: int, algorithm: str, ckpt_path: str) ->
     return elastic_rank(rank, world, algorithm, None, 11, ckpt_path, None, bucket_mb=0.0005)
 
 
-@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "binsgdm"])
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm"])
 def test_other_buckets_go_on_exactly(algorithm: str, tmp_path: Path) -> None:
     """As where a run that was saved on CPUs is resumed on CUDA devices, whose buckets are larger by default."""
     path = str(tmp_path / "x.ckpt")
-    run_ranks(elastic_rank, 2, algorithm, None, 7, None, path)
+    saved = run_ranks(elastic_rank, 2, algorithm, None, 7, None, path)
+    assert saved[0]["end"]["mid_local"] == (algorithm == "zero_one_adam")
     same = run_ranks(elastic_rank, 2, algorithm, None, 11, path, None)
     other = run_ranks(in_smaller_buckets, 2, algorithm, path)
     assert same[0]["informed"] == []

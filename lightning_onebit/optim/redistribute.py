@@ -27,6 +27,8 @@ _KINDS = {
     "magnitude": _WORKER,
     # between local steps of 0/1 Adam
     "local_momentum": _WHOLE,
+    "local_update": _WHOLE,
+    "local_weights": _WHOLE,
 }
 # what a rank has done alone since the last synchronisation means nothing in another world: training goes on from the shared model
 _DROPPED = frozenset({"local_update", "local_weights"})
@@ -55,7 +57,7 @@ class Redistribution:
     synchronisation are dropped.
 
     Where ranks and nodes are as many as they were and only buckets are others (``bucket_mb``, or its default on another kind of device),
-    every rank takes its own part and nothing is averaged.
+    every rank takes its own part, local steps among it, and nothing is averaged.
 
     Args:
         mine: ``residual_state_dict()`` of this rank's optimizer; its tensors are not used.
@@ -92,11 +94,12 @@ class Redistribution:
                 )
         size, size_per_node, rank = theirs["world_size"], theirs["ranks_per_node"], theirs["rank"]
         shares = {_WORKER: size_per_node / size, _SERVER: 1.0, _WHOLE: 1.0 / size}
-        if (size, size_per_node) == (self._mine["world_size"], self._mine["ranks_per_node"]):
+        same = (size, size_per_node) == (self._mine["world_size"], self._mine["ranks_per_node"])
+        if same:
             own = self._mine["rank"]
             shares |= {_WORKER: float(rank // size_per_node == own // size_per_node), _WHOLE: float(rank == own)}
         for name, tensor in theirs["tensors"].items():
-            if name in _DROPPED:
+            if name in _DROPPED and not same:
                 self.dropped.add(name)
                 continue
             if name not in _KINDS:
