@@ -439,17 +439,15 @@ def main() -> None:
     from _common import machine_info, write_json
     from _network import SlowNetwork
 
-    if reason := SlowNetwork.requirement():
-        parser.error(reason)
     if args.device == "cuda":
         import torch
 
-        if not torch.cuda.is_available():
-            parser.error("--device cuda: torch sees no CUDA device")
         if args.deepspeed_python:
-            parser.error(
-                "--deepspeed-python: that peer's packer is replaced by one that works on CPUs; leave --device cuda out"
-            )
+            parser.error("--deepspeed-python: that peer is made to run on CPUs; leave --device cuda out")
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: torch sees no CUDA device; leave it out to compute on the CPU")
+    if reason := SlowNetwork.requirement():
+        parser.error(reason)
     results = []
     for hosts in args.hosts:
         for megabits in args.bandwidth:

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -112,3 +113,14 @@ def test_the_benchmark_measures_steps_cycles_and_the_exchange_against_its_floor(
     assert floor["floor_seconds"] == pytest.approx(floor["wire_seconds"] + facts["local_seconds"])
     assert floor["exchange_over_floor"] == pytest.approx(facts["exchange_seconds"] / floor["floor_seconds"])
     assert f"{floor['exchange_over_floor']:.2f}x of" in done.stdout
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to compute on")
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [((), "--device cuda: torch sees no CUDA device"), (("--deepspeed-python", "x"), "--deepspeed-python: that peer")],
+)
+def test_the_benchmark_says_where_hosts_cannot_compute_on_a_gpu(options: tuple[str, ...], words: str) -> None:
+    command = [sys.executable, str(BENCHMARKS / "slow_network.py"), "--device", "cuda", *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr
