@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import multiprocessing
 import os
+import re
 import shutil
 import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -610,7 +612,8 @@ def test_processes_that_start_together_build_once_and_later_ones_not_at_all(tmp_
     finally:
         for process in together:
             process.kill()
-    assert [path.suffix for path in cache.iterdir() if path.suffix != ".lock"] == [".so"], "something was left behind"
+    left = sorted(path.suffix for path in cache.iterdir() if path.suffix != ".lock")
+    assert left == [".sha256", ".so"], "something was left behind"
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
 
 
@@ -623,7 +626,7 @@ def test_duplicate_builds_without_locks_are_harmless(tmp_path: Path, monkeypatch
         builder.start()
     for builder in builders:
         builder.join(timeout=150)
-    assert [path.name for path in tmp_path.iterdir()] == ["kernels.so"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.so", "kernels.so.sha256"]
     cpu.load(target)
 
 
@@ -707,6 +710,170 @@ def test_a_damaged_library_is_named(forgotten: None, tmp_path: Path, monkeypatch
         get_backend("cpu", "cpu")
 
 
+class Cache:
+    """A cache of this test's own, and a compiler at once done: it hands out the library that this machine has."""
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
+        self.patch, self.folder, self.compiler = patch, folder / "cache", folder / "cxx"
+        self.library = cpu.build()
+        self.says("", f'cp {self.library} "$out"')
+        patch.setenv("CXX", str(self.compiler))
+        patch.setenv("LIGHTNING_ONEBIT_CACHE", str(self.folder))
+
+    def says(self, version: str, otherwise: str) -> None:
+        """What the compiler does when asked for its version, and when asked to write ``$out``."""
+        find = 'while [ "$1" != -o ]; do shift; done; out=$2'
+        self.compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ {version or ":"}; exit; }}\n{find}\n{otherwise}\n')
+        self.compiler.chmod(0o755)
+
+    def load(self) -> str:
+        """What a new process gets for "auto"."""
+        registry._load.cache_clear()
+        registry._announce_fallback.cache_clear()
+        return get_backend("auto", "cpu").name
+
+
+@pytest.fixture
+def cache(forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
+    return Cache(tmp_path, monkeypatch)
+
+
+DAMAGES: dict[str, Callable[[Path, Path], object]] = {
+    "truncated": lambda library, record: os.truncate(library, library.stat().st_size // 2),
+    "zeroed": lambda library, record: library.write_bytes(bytes(library.stat().st_size)),
+    "empty": lambda library, record: library.write_bytes(b""),
+    "one bit": lambda library, record: library.write_bytes(library.read_bytes()[:-1] + b"\1"),
+    "without its record": lambda library, record: record.unlink(),
+    "with an empty record": lambda library, record: record.write_bytes(b""),
+    "under another name": lambda library, record: record.write_bytes(record.read_bytes().replace(b"onebit_cpu", b"another")),
+    "writable by the group": lambda library, record: library.chmod(0o620),
+    "with a record writable by all": lambda library, record: record.chmod(0o602),
+    "a symlink": lambda library, record: library.symlink_to(library.rename(library.with_name("elsewhere.so"))),
+    "a FIFO": lambda library, record: (library.unlink(), os.mkfifo(library, 0o600)),
+}
+
+
+def test_a_library_that_is_not_whole_or_not_ours_is_compiled_again_and_not_loaded(cache: Cache) -> None:
+    """Loading a zeroed one would end the process with SIGBUS, one that somebody else wrote would run as this user."""
+    assert cache.load() == "cpu"
+    (library,) = cache.folder.glob("*.so")
+    record = library.with_name(f"{library.name}.sha256")
+    loaded: list[bytes] = []
+    load = cpu.load
+    cache.patch.setattr(cpu, "load", lambda path: loaded.append(path.read_bytes()) or load(path))
+    whole = library.read_bytes()
+    for damage, do in DAMAGES.items():
+        shutil.copy2(library, cache.folder / "copy")  # this process runs in the one that it has loaded
+        os.replace(cache.folder / "copy", library)
+        do(library, record)
+        loaded.clear()
+        assert cache.load() == "cpu", damage
+        assert loaded == [whole] * 2, f"{damage}: compiled, tried, kept and loaded"
+        assert library.read_bytes() == whole and not library.is_symlink()
+        assert stat.S_IMODE(library.stat().st_mode) == stat.S_IMODE(record.stat().st_mode) == 0o600
+        loaded.clear()
+        assert cache.load() == "cpu" and loaded == [whole], f"{damage}: the next process compiles nothing"
+
+
+def test_a_library_of_another_owner_is_not_loaded_although_its_folder_is_closed_by_now(cache: Cache) -> None:
+    assert cache.load() == "cpu"
+    (library,) = cache.folder.glob("*.so")
+    foreign, status = library.stat().st_ino, os.fstat
+
+    def owned(handle: int) -> os.stat_result:
+        info = status(handle)
+        fields = list(info)
+        fields[4] += info.st_ino == foreign
+        return os.stat_result(fields)
+
+    cache.patch.setattr(os, "fstat", owned)
+    assert cache.load() == "cpu"
+    assert library.stat().st_ino != foreign, "replaced by one of our own"
+
+
+@pytest.mark.parametrize(
+    ("version", "compile", "message"),
+    [
+        ("", "printf 'Fehler f\\374r \\377' >&2; exit 1", "Fehler f\ufffdr \ufffd"),
+        ("", "exit 3", "exit status 3"),
+        ("", "kill -9 $$", "ended by SIGKILL"),
+        ("", ":", "made no library that can be loaded"),
+        ("", 'rm -f "$out"', "made no library that can be loaded"),
+        ("", 'head -c 100 /dev/zero > "$out"', "made no library that can be loaded"),
+        ("printf '\\377'; exit 1", "", "does not run"),
+        ("kill -9 $$", "", "ended by SIGKILL"),
+    ],
+)
+def test_a_compiler_with_any_bad_end_leaves_auto_with_the_reference(
+    version: str, compile: str, message: str, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.says(version, compile)
+    assert cache.load() == get_backend("auto", "cpu").name == "reference"
+    (record,) = caplog.records
+    assert message in record.getMessage()
+    with pytest.raises(KernelsUnavailable, match=re.escape(message)):
+        get_backend("cpu", "cpu")
+    assert not [path for path in cache.folder.iterdir() if path.suffix != ".lock"]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "message"),
+    [('g++ "-DX=1', "No closing quotation"), ("/tmp", "CXX='/tmp' is not an executable"), ("/\udcff", "not an executable")],
+    ids=["quote", "folder", "no text"],
+)
+def test_a_cxx_that_is_no_command_is_named_and_auto_goes_on(
+    chosen: str, message: str, cache: Cache, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache.patch.setenv("CXX", chosen)
+    assert cache.load() == "reference"
+    (record,) = caplog.records
+    assert message in record.getMessage() and record.getMessage().encode()
+    with pytest.raises(KernelsUnavailable, match=message):
+        get_backend("cpu", "cpu")
+
+
+def test_a_compiler_whose_name_and_version_are_no_utf8_is_used(cache: Cache) -> None:
+    cache.says("printf '\\377'", f'cp {cache.library} "$out"')
+    odd = cache.compiler.rename(cache.compiler.with_name("c\udcff"))
+    cache.patch.setenv("CXX", str(odd))
+    assert cache.load() == "cpu"
+
+
+def test_no_home_no_temporary_directory_no_room_and_no_lock_leave_auto_with_a_backend(
+    cache: Cache, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def nobody(*_: object) -> None:
+        raise KeyError("uid not found")
+
+    for name in ("fsync", "replace"):
+        with cache.patch.context() as patch:
+            patch.setattr(os, name, full)
+            assert cache.load() == "reference"
+        assert "cannot be kept" in caplog.text and "No space left" in caplog.text and "LIGHTNING_ONEBIT_CACHE" in caplog.text
+        caplog.clear()
+    with cache.patch.context() as patch:
+        patch.setattr(cpu.tempfile, "mkstemp", full)
+        assert cache.load() == "reference"
+    assert "cannot be kept" in caplog.text
+    caplog.clear()
+    with cache.patch.context() as patch:  # a container's user without an entry in the password file
+        for name in ("HOME", "LIGHTNING_ONEBIT_CACHE", "XDG_CACHE_HOME"):
+            patch.delenv(name, raising=False)
+        patch.setattr("pwd.getpwuid", nobody)
+        patch.setattr(cpu.tempfile, "gettempdir", lambda: str(tmp_path))
+        assert cache.load() == "cpu"
+        patch.setattr(cpu.tempfile, "gettempdir", full)
+        assert cache.load() == "reference"
+    assert "no directory for the compiled library (~/.cache/lightning_onebit: " in caplog.text
+    (lock,) = cache.folder.glob("*.lock")
+    lock.unlink()
+    lock.mkdir()
+    assert cache.load() == "cpu", "without a lock the work may be done twice, no more"
+
+
 @pytest.mark.parametrize(
     ("vendor", "defines"), [("GenuineIntel", ("-DONEBIT_PREFETCH",)), ("AuthenticAMD", ()), (None, ())]
 )
@@ -719,11 +886,12 @@ def test_only_intel_is_told_what_to_fetch(
     monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path))
     commands: list[list[str]] = []
 
-    def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+    def compiled(command: list[str], **_: object) -> subprocess.CompletedProcess[bytes]:
         commands.append(command)
-        return subprocess.CompletedProcess(command, 0, "", "")
+        return subprocess.CompletedProcess(command, 0, b"", b"")
 
     monkeypatch.setattr(cpu.subprocess, "run", compiled)
+    monkeypatch.setattr(cpu, "load", lambda path: None)
     first = cpu.build()
     (command,) = [command for command in commands if "-shared" in command]
     assert tuple(part for part in command if part.startswith("-D")) == defines

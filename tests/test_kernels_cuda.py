@@ -551,7 +551,15 @@ def test_kernels_are_compiled_once_per_kind_of_device_and_launched_on_torchs_str
     fake.calls.clear()
     cuda.CupyRuntime()
     assert fake.calls == [loaded], "another process finds the binary"
-    assert len(list(tmp_path.iterdir())) == 2, "one file for each kind of device, and no temporary one"
+    binaries = sorted(tmp_path.glob("*.cubin"))
+    assert len(binaries) == 2, "one file for each kind of device"
+    assert len(list(tmp_path.iterdir())) == 4, "with its record each, and no temporary one"
+    binaries[0].write_bytes(bytes(binaries[0].stat().st_size))
+    binaries[1].chmod(0o666)
+    fake.calls.clear()
+    runtime = cuda.CupyRuntime()
+    runtime.launch("onebit_unpack", torch.device("cuda", 2), 5, (64, 2), 128, (1, np.float32(2)))
+    assert fake.calls.count(compiled) == 2, "zeroed, or open to others: compiled again"
     cuda_machine.setattr(cuda, "cache_directory", lambda: tmp_path / "gone")
     fake.calls.clear()
     cuda.CupyRuntime()

@@ -104,6 +104,10 @@ class BoundSpans(list["Tensor | None"]):
 class KernelsUnavailable(RuntimeError):
     """A kernel backend cannot run here; the message says why and what to install."""
 
+    def __init__(self, message: str) -> None:
+        # paths and CXX may hold bytes that are no text; the message has to reach whatever prints it
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
+
 
 # A backend is the reference with what it does faster overridden: an operation that a backend does not speed up is inherited.
 KernelBackend = ReferenceKernels

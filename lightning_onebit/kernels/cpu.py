@@ -2,7 +2,8 @@
 
 A plain C library needs no torch headers, so it builds in seconds, and no build tool but a C++ compiler. It is kept in a
 directory of the user under a name that carries everything the result depends on (source, compiler, flags, processor); another
-machine that shares the home directory, or another version of this package, gets a library of its own.
+machine that shares the home directory, or another version of this package, gets a library of its own. A library that is not
+whole, or that somebody else may have written, is not loaded but compiled again (``kept``).
 
 Environment:
     ``CXX``: the compiler, with arguments if need be (default: the first of ``c++``, ``g++``, ``clang++`` on the path).
@@ -20,7 +21,7 @@ import os
 import platform
 import shlex
 import shutil
-import stat
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,7 +35,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans
+from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans, kept
 from lightning_onebit.kernels.common import CheckMap, check_carry, check_rows, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import Packed
@@ -70,10 +71,15 @@ def find_compiler() -> list[str]:
     """The compiler's command line: ``CXX``, else the first C++ compiler on the path.
 
     Raises:
-        KernelsUnavailable: there is none.
+        KernelsUnavailable: there is none, or ``CXX`` is no command line.
     """
     chosen = os.environ.get("CXX", "").strip()
-    command = shlex.split(chosen) if chosen else [name for name in ("c++", "g++", "clang++") if shutil.which(name)][:1]
+    try:
+        command = shlex.split(chosen) if chosen else [x for x in ("c++", "g++", "clang++") if shutil.which(x)][:1]
+    except ValueError as error:
+        raise KernelsUnavailable(
+            f"CXX={chosen!r} is no command line ({error}); set CXX to a C++ compiler or unset it"
+        ) from error
     if not command:
         raise KernelsUnavailable("no C++ compiler (c++, g++ or clang++) is on the path; install one or set CXX")
     if shutil.which(command[0]) is None:
@@ -97,17 +103,36 @@ def _defines() -> tuple[str, ...]:
     return ("-DONEBIT_PREFETCH",) if "GenuineIntel" in _processor() else ()
 
 
+def _run(command: Sequence[str]) -> subprocess.CompletedProcess[bytes]:
+    """Runs a compiler; what it says stays bytes, because some speak no UTF-8.
+
+    Raises:
+        KernelsUnavailable: it does not run, or hangs.
+    """
+    try:
+        return subprocess.run(command, capture_output=True, stdin=subprocess.DEVNULL, timeout=COMPILE_SECONDS)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise KernelsUnavailable(f"{shlex.join(command)} failed: {error}") from error
+
+
+def _complaint(command: Sequence[str], done: subprocess.CompletedProcess[bytes]) -> str:
+    """What a compiler that failed has said, or how it ended if it said nothing."""
+    said = (done.stderr or done.stdout).decode(errors="replace").strip()[:2000]
+    if done.returncode < 0:
+        with contextlib.suppress(ValueError):
+            said = f"it was ended by {signal.Signals(-done.returncode).name} {said}".rstrip()
+    return f"{shlex.join(command)} failed: {said or f'exit status {done.returncode}, without a message'}"
+
+
 def _identity(compiler: Sequence[str]) -> str:
     """Hash of everything the library depends on."""
-    try:
-        version = subprocess.run(
-            [*compiler, "--version"], capture_output=True, text=True, timeout=COMPILE_SECONDS, check=True
-        ).stdout
-    except (OSError, subprocess.SubprocessError) as error:
-        raise KernelsUnavailable(f"the C++ compiler {shlex.join(compiler)!r} does not run: {error}") from error
-    digest = hashlib.sha256(SOURCE.read_bytes())
-    for part in (*compiler, version, *FLAGS, *_defines(), *map(str, TUNING), _processor()):
-        digest.update(b"\0" + part.encode())
+    command = [*compiler, "--version"]
+    done = _run(command)
+    if done.returncode:
+        raise KernelsUnavailable(f"the C++ compiler {shlex.join(compiler)!r} does not run: {_complaint(command, done)}")
+    digest = hashlib.sha256(SOURCE.read_bytes() + b"\0" + done.stdout)
+    for part in (*compiler, *FLAGS, *_defines(), *map(str, TUNING), _processor()):
+        digest.update(b"\0" + os.fsencode(part))
     return digest.hexdigest()[:20]
 
 
@@ -119,21 +144,23 @@ def cache_directory() -> Path:
     """
     chosen = os.environ.get("LIGHTNING_ONEBIT_CACHE")
     if chosen:
-        candidates = [Path(chosen).expanduser()]
+        candidates = [chosen]
     else:
         base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-        # a home that cannot be written to is usual in containers; a private name in the temporary directory serves too
-        fallback = Path(tempfile.gettempdir()) / f"lightning_onebit-{os.getuid()}"
-        candidates = [Path(base).expanduser() / "lightning_onebit", fallback]
+        candidates = [os.path.join(base, "lightning_onebit")]
+        # a home that is not there or cannot be written to is usual in containers; a private name in the temporary directory serves too
+        with contextlib.suppress(OSError):  # there is none that can be written to
+            candidates.append(os.path.join(tempfile.gettempdir(), f"lightning_onebit-{os.getuid()}"))
     problems = []
-    for path in candidates:
+    for candidate in candidates:
         try:
+            path = Path(candidate).expanduser()
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             info = path.stat()
-        except OSError as error:
-            problems.append(f"{path}: {error.strerror}")
+        except (OSError, RuntimeError) as error:  # RuntimeError: no home directory is known
+            problems.append(f"{candidate}: {getattr(error, 'strerror', None) or error}")
             continue
-        if info.st_uid != os.geteuid() or info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if not kept.is_private(info):
             problems.append(f"{path}: others could write to it (chmod 700, or name another directory)")
         elif not os.access(path, os.W_OK | os.X_OK):
             problems.append(f"{path}: not writable")
@@ -149,10 +176,13 @@ def _one_builder(path: Path) -> Iterator[None]:
     """Lets one process build while others wait; where locks do not work, or a builder hangs, duplicate work is harmless."""
     import fcntl  # not on every platform; those without it have no C++ compiler of the kind needed either
 
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    handle = None
+    with contextlib.suppress(OSError):  # no lock can be had there: the compilation says what is wrong, if anything is
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
     try:
         deadline = time.monotonic() + COMPILE_SECONDS
-        while time.monotonic() < deadline:
+        # somebody else's lock might never open
+        while handle is not None and kept.is_private(os.fstat(handle)) and time.monotonic() < deadline:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -162,28 +192,33 @@ def _one_builder(path: Path) -> Iterator[None]:
                 break  # a file system without locks
         yield
     finally:
-        os.close(handle)
+        if handle is not None:
+            os.close(handle)
 
 
 def _compile(compiler: Sequence[str], target: Path) -> None:
-    """Compiles to a temporary name and renames: a library that can be seen is whole."""
+    """Compiles to a temporary name and renames what can be loaded."""
     handle, name = tempfile.mkstemp(prefix=f".{target.stem}-", suffix=".so", dir=target.parent)
     os.close(handle)
     try:
         said = ""
         for tuning in TUNING:
             command = [*compiler, *FLAGS, *_defines(), *tuning, "-o", name, str(SOURCE)]
-            try:
-                done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
-            except (OSError, subprocess.SubprocessError) as error:
-                raise KernelsUnavailable(f"{shlex.join(command)} failed: {error}") from error
+            done = _run(command)
             if done.returncode == 0:
-                os.replace(name, target)
-                return
-            said = f"{shlex.join(command)} failed: {(done.stderr or done.stdout).strip()[:2000]}"
-        raise KernelsUnavailable(said)
+                try:
+                    load(Path(name))
+                except KernelsUnavailable as error:
+                    said = f"{shlex.join(command)} made no library that can be loaded ({error.__cause__ or error})"
+                else:
+                    kept.publish(Path(name), target)
+                    return
+            else:
+                said = _complaint(command, done)
+        # under the name that it would have got: the same failure makes the same message, which is then said once
+        raise KernelsUnavailable(said.replace(name, str(target)))
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             os.unlink(name)
 
 
@@ -198,11 +233,17 @@ def build() -> Path:
     compiler = find_compiler()
     directory = cache_directory()
     target = directory / f"onebit_cpu-{_identity(compiler)}.so"
-    if not target.exists():
+    if kept.fetch(target) is None:
         with _one_builder(target.with_suffix(".lock")):
-            if not target.exists():
+            if kept.fetch(target) is None:
                 log.info("compiling the cpu kernels into %s (once per machine)", directory)
-                _compile(compiler, target)
+                try:
+                    _compile(compiler, target)
+                except OSError as error:
+                    raise KernelsUnavailable(
+                        f"the compiled library cannot be kept in {directory} ({error}); set LIGHTNING_ONEBIT_CACHE to "
+                        "another directory"
+                    ) from error
     return target
 
 

@@ -15,8 +15,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
-import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -28,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans
+from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans, kept
 from lightning_onebit.kernels.common import CheckMap, check_carry, check_rows, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.cpu import cache_directory
@@ -137,18 +135,6 @@ class _Stream:
         self.ptr = ptr
 
 
-def _write_whole(path: Path, content: bytes) -> None:
-    """Writes to a temporary name and renames: a file that can be seen is whole."""
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(name, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-
-
 class CupyRuntime:
     """Compiles with CuPy's NVRTC, keeps the binary in the directory of compiled libraries, launches on torch's current stream.
 
@@ -191,17 +177,18 @@ class CupyRuntime:
         for part in (source, *map(repr, facts)):
             digest.update(b"\0" + part.encode())
         try:
-            kept = cache_directory() / f"onebit-{digest.hexdigest()[:20]}.cubin"
-            if kept.exists():
-                return kept.read_bytes()
-        except (OSError, KernelsUnavailable) as error:
+            target = cache_directory() / f"onebit-{digest.hexdigest()[:20]}.cubin"
+        except KernelsUnavailable as error:
             log.debug("the binary of the cuda kernels is not kept: %s", error)
-            kept = None
+            target = None
+        found = kept.fetch(target) if target is not None else None
+        if found is not None:
+            return found
         binary: bytes
         binary, _ = compiler.compile_using_nvrtc(source, OPTIONS, None, SOURCE.name)
-        if kept is not None:
+        if target is not None:
             with contextlib.suppress(OSError):
-                _write_whole(kept, binary)
+                kept.keep(target, binary)
         return binary
 
     def launch(
