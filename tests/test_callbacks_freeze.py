@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
 import math
@@ -557,3 +558,41 @@ def test_a_run_resumed_past_a_smaller_step_freezes_before_its_next_step(said: li
         trainer.step()
     trainer.start(VarianceFreezeMixin(step=3))
     assert optimizer.phase is Phase.COMPRESSED and not optimizer.next_step_is_dense
+
+
+# ------------------------------------------------------------------------------------------- another state in mid-run
+
+
+@pytest.mark.parametrize("options", [{"step": 5}, {"mode": "auto", "max_step": 5, "max_fraction": None}])
+def test_an_optimizer_that_starts_over_is_frozen_again(options: dict[str, Any], said: list[str]) -> None:
+    """The program loads the state that it kept from before the first step."""
+    optimizer = onebit_adam()
+    first = copy.deepcopy(optimizer.state_dict())
+    trainer, callback = FakeTrainer([optimizer]), VarianceFreezeMixin(**options)
+    trainer.start(callback)
+    phases = []
+    for t in range(20):
+        if t == 9:
+            optimizer.load_state_dict(first)
+        trainer.step()
+        phases.append(optimizer.phase is Phase.WARMUP)
+    assert phases == [True] * 4 + [False] * 5 + [True] * 4 + [False] * 7
+    callback.on_train_end(trainer, None)
+    optimizer.load_state_dict(first)
+    for _ in range(6):
+        trainer.step()
+    assert optimizer.phase is Phase.WARMUP, "it goes on watching after the end"
+
+
+def test_an_optimizer_that_is_given_a_frozen_state_in_mid_run_stays_frozen(said: list[str]) -> None:
+    donor = onebit_adam()
+    FakeTrainer([donor]).step()
+    donor.freeze()
+    optimizer = onebit_adam()
+    trainer = FakeTrainer([optimizer])
+    trainer.start(VarianceFreezeMixin(step=5))
+    trainer.step()
+    optimizer.load_state_dict(donor.state_dict())
+    for _ in range(7):
+        trainer.step()
+    assert optimizer.phase is Phase.COMPRESSED

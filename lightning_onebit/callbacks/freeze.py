@@ -147,7 +147,14 @@ class _Watch:
     done: bool = False
     began: tuple[int, int] | None = None  # batches and steps at its first step
     expected: int | None = None  # steps in the whole run, where it does not step in every batch
-    handle: Any = None
+    handles: list[Any] = field(default_factory=list)
+
+    def start_over(self, optimizer: Any) -> None:
+        """Watches an optimizer that has been given another state, of which nothing is known but its steps and its phase."""
+        self.seen, self.began, self.expected = optimizer.steps, None, None
+        self.rule.norms, self.rule.ratio = {}, None
+        self.learning_rate = LearningRateWatch()
+        self.done = not _in_warmup(optimizer)
 
     def state(self) -> dict[str, Any]:
         lr, rule = self.learning_rate, self.rule
@@ -305,11 +312,13 @@ class VarianceFreezeMixin:
                 watch.restore(restored)
             self._watches.append(watch)
             # Frozen before and warming up again: a fallback of DivergenceGuard, which ends it (if it is still there).
-            guarded = any(isinstance(callback, DivergenceGuardMixin) for callback in trainer.callbacks)
-            watch.done = watch.done and guarded
+            watch.done = watch.done and self._guarded(trainer)
+            watch.handles = [
+                optimizer.register_step_post_hook(partial(self._after_step, trainer, watch)),
+                optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)),
+            ]
             if _in_warmup(optimizer) and not watch.done:
                 rank_zero_info(self._forecast(trainer, watch))
-                watch.handle = optimizer.register_step_post_hook(partial(self._after_step, trainer, watch))
                 # A resumed run may be past the step that the callback asks for by now.
                 if optimizer.steps >= rule.latest:
                     self._freeze(watch, optimizer)
@@ -355,6 +364,12 @@ class VarianceFreezeMixin:
         if step >= latest or (self.mode == "auto" and self._settled(trainer, watch, optimizer)):
             self._freeze(watch, optimizer)
 
+    def _after_load(self, trainer: Any, watch: _Watch, optimizer: Any) -> None:
+        """The program has given the optimizer another state, or none: what comes next follows from its phase."""
+        in_fallback = watch.done and optimizer.steps >= watch.rule.latest and self._guarded(trainer)
+        watch.start_over(optimizer)
+        watch.done = watch.done or in_fallback
+
     def _share_of_steps(self, trainer: Any, watch: _Watch, optimizer: Any) -> float:
         """The maximum in steps of an optimizer that does not step in every batch, if it is a share of the run; else infinite.
 
@@ -398,11 +413,15 @@ class VarianceFreezeMixin:
             f"Rule: {self._rule_text()}. Reason: {self._reason(watch, optimizer.steps)}."
         )
 
+    @staticmethod
+    def _guarded(trainer: Any) -> bool:
+        return any(isinstance(callback, DivergenceGuardMixin) for callback in trainer.callbacks)
+
     def _release(self) -> None:
         for watch in self._watches:
-            if watch.handle is not None:
-                watch.handle.remove()
-                watch.handle = None
+            for handle in watch.handles:
+                handle.remove()
+            watch.handles = []
 
     # -------------------------------------------------------------------------------------------------------------
     # words

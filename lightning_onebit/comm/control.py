@@ -31,12 +31,14 @@ class Control:
         finite: no rank saw a non-finite value.
         present: per parameter, whether any rank has a gradient.
         ranks: number of ranks.
+        alike: the squared norms of several ranks are equal, bit for bit, and not 0: so are their gradients then.
     """
 
     sum_squares: float
     finite: bool
     present: tuple[bool, ...]
     ranks: int
+    alike: bool = False
 
     @property
     def norm(self) -> float:
@@ -62,13 +64,15 @@ def control_round(
     bits = np.packbits(np.array(present, dtype=bool), bitorder="little")
     payload = _HEADER.pack(sum_squares, non_finite) + bits.tobytes()
     rows = _gather_rows(transport, payload, device, "control round (norm, non-finite flags, presence of gradients)")
-    total, bad = 0.0, 0
+    total, bad, distinct = 0.0, 0, set()
     for squares, flags in _HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()):
+        distinct.add(squares)
         total += squares
         bad += flags
     merged = np.bitwise_or.reduce(rows[:, _HEADER.size :], axis=0)
     anywhere = np.unpackbits(merged, count=len(present), bitorder="little").astype(bool)
-    return Control(total, bad == 0, tuple(anywhere.tolist()), len(rows))
+    alike = len(rows) > 1 and len(distinct) == 1 and total > 0
+    return Control(total, bad == 0, tuple(anywhere.tolist()), len(rows), alike)
 
 
 def share_values(transport: Transport, values: Tensor, what: str) -> Tensor:

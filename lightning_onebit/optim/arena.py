@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_onebit.comm import (
     Bucket,
@@ -31,7 +32,8 @@ from lightning_onebit.comm import (
 from lightning_onebit.kernels import BoundSpans, Packed, Residual, get_backend
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
-from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number
+from lightning_onebit.optim.masters import Comparison, adopt_
+from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number, refuse_ignored
 
 log = logging.getLogger("lightning_onebit")
 
@@ -125,10 +127,12 @@ class ArenaOptimizer(torch.optim.Optimizer):
         # by parameter index (order of param_groups)
         self._params: list[torch.nn.Parameter] = []
         self._group_of: list[int] = []
+        # by group: what ``compress`` said when it was laid out
+        self._compressed_groups: list[bool] = []
         self._t: list[int] = []
         self._masters: dict[int, Tensor] = {}
-        # versions of the parameters that have masters, when those were last compared with them
-        self._versions: dict[int, int] = {}
+        # what the program may have written into parameters that have masters, while a device compares them
+        self._comparison: Comparison | None = None
         self._dense_state: dict[int, dict[str, Tensor]] = {}
         # parameters in the block plan ("slots" are positions in this list) and those averaged densely for ever
         self._slots: list[int] = []
@@ -219,10 +223,25 @@ class ArenaOptimizer(torch.optim.Optimizer):
         check_number("lr", group["lr"], least=0)
         check_number("weight_decay", group["weight_decay"], least=0)
         check_flag("compress", group["compress"])
-        if "betas" in group:
+        refuse_ignored(group, type(self).__name__, self.defaults, self._options_of_all_groups())
+        if "betas" in group and "betas" in self.defaults:
             check_betas(group["betas"])
-        if "eps" in group:
+        if "eps" in group and "eps" in self.defaults:
             check_number("eps", group["eps"], least=0)
+
+    def _options_of_all_groups(self) -> dict[str, Any]:
+        return {**vars(self.options), **self.settings}
+
+    def _check_group_keys(self) -> None:
+        """Raises where the program has set something in a group since the last step that would be ignored."""
+        name, own, fixed = type(self).__name__, self.defaults, self._options_of_all_groups()
+        for index, (group, compressed) in enumerate(zip(self.param_groups, self._compressed_groups, strict=False)):
+            refuse_ignored(group, name, own, fixed)
+            if group["compress"] is not compressed:
+                raise RuntimeError(
+                    f"compress={group['compress']!r} has been set in group {index} of {name}.param_groups, which is laid out "
+                    f"for compress={compressed}; set it back, and say it before the first step or to a new optimizer"
+                )
 
     def _arenas(self) -> tuple[str, ...]:
         """State per element that the algorithm needs from the start."""
@@ -282,17 +301,21 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def _adopt(self) -> None:
-        """Takes into the masters what the program has written into 16-bit parameters (not through ``.data``, which nobody sees)."""
+        """Takes into the masters what the program has written into 16-bit parameters; on CUDA ``_end_adopting()`` does it."""
         if not self._masters:
             return
-        versions = {i: self._params[i]._version for i in self._masters}
-        if versions == self._versions:
-            return
-        for i, master in self._masters.items():
-            p = self._params[i]
-            if self._versions.get(i) != versions[i]:
-                master.copy_(torch.where(p == master.to(p.dtype), master, p.float()))
-        self._versions = versions
+        pairs = [(self._params[i], master) for i, master in self._masters.items()]
+        # without a look at the gradients the host never waits for a device, and shall not here
+        if self._device.type == "cuda" and self.options.max_consecutive_skips > 0:
+            self._comparison = Comparison(pairs)
+        else:
+            adopt_(pairs)
+
+    def _end_adopting(self) -> None:
+        """Call it before masters are used, but after something else has waited for the device."""
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None:
+            comparison.adopt()
 
     def _publish(self, indices: Sequence[int]) -> None:
         """Writes master weights back into 16-bit parameters."""
@@ -308,6 +331,15 @@ class ArenaOptimizer(torch.optim.Optimizer):
                 raise ValueError(f"parameters on {first.device} and {p.device}; give each device its own optimizer")
             if not p.requires_grad:
                 continue
+            if is_traceable_wrapper_subclass(p):
+                if type(p).__name__ == "DTensor":
+                    raise TypeError(
+                        f"a parameter of shape {shape} is a DTensor (fully_shard, tensor parallelism), which "
+                        f"{type(self).__name__} does not train yet; replicate the model on every rank"
+                    )
+                raise TypeError(
+                    f"a parameter of shape {shape} is a {type(p).__name__}; {type(self).__name__} trains plain tensors only"
+                )
             if p.is_sparse or p.layout is not torch.strided:
                 raise TypeError(
                     f"a parameter of shape {shape} is sparse; {type(self).__name__} trains dense tensors only"
@@ -339,6 +371,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
                 f"the parameters in {type(self).__name__}.param_groups are not those of the last step ({len(listed)} now, "
                 f"{len(self._params)} then); add parameters with add_param_group(), and make a new optimizer to remove or replace some"
             )
+        self._check_group_keys()
         for i, form in self._forms:
             p = self._params[i]
             if (now := (p.dtype, p.shape, p.stride())) != form and _places(now) != _places(form):
@@ -424,6 +457,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         counts = {id(p): t for p, t in zip(self._params, self._t, strict=True)}
         self._params = [p for group in self.param_groups for p in group["params"]]
         self._group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
+        self._compressed_groups = [group["compress"] for group in self.param_groups]
         self._t = [counts.get(id(p), 0) for p in self._params]
         trainable = [i for i, p in enumerate(self._params) if p.requires_grad or id(p) in known]
         self._slots = [

@@ -31,6 +31,9 @@ from lightning_onebit.optim.state import StatefulOptimizer
 
 log = logging.getLogger("lightning_onebit")
 
+#: compressed steps in a row with the same gradients on all ranks after which that is no accident
+ALIKE_STEPS = 3
+
 _alive: weakref.WeakSet[OnebitOptimizer] = weakref.WeakSet()
 
 
@@ -103,6 +106,8 @@ class OnebitOptimizer(StatefulOptimizer):
         self._doubt: Download | None = None
         self._launched = 0
         self._landed: set[int] = set()
+        # compressed steps in a row in which all ranks had the same gradients
+        self._alike_steps = 0
         self._early_buckets: list[Bucket] = []
         self._remove_landing: Callable[[], object] | None = None
         self._hooked: set[int] = set()  # slots whose gradients are heard of
@@ -434,11 +439,13 @@ class OnebitOptimizer(StatefulOptimizer):
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
         already_clipped = self._verdict is not None
         self._active = list(verdict.present)
+        self._end_adopting()
         if verdict.finite:
             self._clip(verdict, already_clipped)
             if dense:
                 self._step_dense([i for i in self._known() if self._active[i]])
             else:
+                self._note_alike(verdict.alike)
                 self._step_compressed()
             self._skips_in_a_row = 0
             self._steps += 1
@@ -488,7 +495,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._session, self._arrived, self._launched, self._landed = None, [], 0, set()
         self._remove_landing_hooks()  # they know parameters by their slots
         self._finish_reduction()
-        self._present = self._verdict = self._decision = self._doubt = None
+        self._present = self._verdict = self._decision = self._doubt = self._comparison = None
 
     # ----- overlap="backward" -----------------------------------------------------------------------------------------
 
@@ -591,6 +598,7 @@ class OnebitOptimizer(StatefulOptimizer):
                 "overlap='backward' the others have been sent, so the step cannot be skipped; resume from the last checkpoint "
                 "with overlap='step'"
             )
+        self._end_adopting()
         with self.ledger.compressing():
             for bucket, gathered in arrived:
                 self.finish(bucket, gathered)
@@ -684,6 +692,21 @@ class OnebitOptimizer(StatefulOptimizer):
             raise FloatingPointError(
                 f"{self._skips_in_a_row} steps in a row were skipped because of non-finite gradients (max_consecutive_skips="
                 f"{self.options.max_consecutive_skips}); the run has diverged: lower lr, clip gradients, or look at the data"
+            )
+
+    def _note_alike(self, alike: bool) -> None:
+        """Warns, once, where the gradients of several compressed steps were the same on all ranks."""
+        if self._alike_steps >= ALIKE_STEPS:
+            return
+        self._alike_steps = self._alike_steps + 1 if alike else 0
+        if self._alike_steps == ALIKE_STEPS and self._ranks().rank == 0:
+            log.warning(
+                "step %d: all ranks had the same gradients in %d compressed steps in a row. Either something else has averaged them "
+                "already (DistributedDataParallel, Horovod), which sends more than it saves: call "
+                "lightning_onebit.ddp.onebit_ddp(ddp_model, optimizer), or do not wrap the model. Or all ranks train on the same "
+                "data: give each its own share (DistributedSampler)",
+                self._steps + 1,
+                ALIKE_STEPS,
             )
 
     def _judge(self, *, norm: bool) -> Control:

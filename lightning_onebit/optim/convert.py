@@ -11,14 +11,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_onebit.optim.base import OnebitOptimizer
+from lightning_onebit.optim.options import UNSUPPORTED
 
-# Options of torch's Adam that change what is computed and that no compressed optimizer has.
-_UNSUPPORTED = {
-    "amsgrad": "the maximum of second moments cannot be frozen; leave it False",
-    "maximize": "minimise the negative of your objective instead",
-    "differentiable": "an exchange with other ranks cannot be differentiated; leave it False",
-    "capturable": "a step with collectives is not captured in a CUDA graph; leave it False",
-}
 # Options that only choose among torch's implementations of the same rule, and how Adam writes "this is AdamW".
 _IRRELEVANT = ("foreach", "fused", "decoupled_weight_decay")
 _HOOKS = (
@@ -35,7 +29,7 @@ def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
     """Why a ``torch.optim.Adam`` or ``AdamW`` cannot be converted (option, value and remedy), or None if it can."""
     for index, group in enumerate(optimizer.param_groups):
         where = f" in parameter group {index}" if len(optimizer.param_groups) > 1 else ""
-        for name, remedy in _UNSUPPORTED.items():
+        for name, remedy in UNSUPPORTED.items():
             if group.get(name):
                 return f"{name}={group[name]!r}{where} is not supported: {remedy}"
         if group["weight_decay"] and not _decoupled(optimizer, group):
@@ -72,7 +66,7 @@ def convert_adam(
     reason = obstacle(optimizer)
     if reason is not None:
         raise ValueError(f"cannot convert torch.optim.{type(optimizer).__name__} to {target.__name__}: {reason}")
-    dropped = (*_UNSUPPORTED, *_IRRELEVANT)
+    dropped = (*UNSUPPORTED, *_IRRELEVANT)
     groups = [{k: v for k, v in group.items() if k not in dropped} for group in optimizer.param_groups]
     # The defaults are what a group added later inherits.
     defaults = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
@@ -100,7 +94,7 @@ def stand_in(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
     if "_onebit_own" not in vars(plain):
         for mine, theirs in zip(converted.param_groups, plain.param_groups, strict=False):
             mine.update({name: theirs[name] for name in mine.keys() & theirs.keys() - {"params"}})
-        own = (*_UNSUPPORTED, *_IRRELEVANT)
+        own = (*UNSUPPORTED, *_IRRELEVANT)
         for joined in plain.param_groups[len(converted.param_groups) :]:
             converted.add_param_group({name: value for name, value in joined.items() if name not in own})
         vars(plain)["_onebit_own"] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
@@ -83,6 +84,43 @@ def check_betas(betas: Any) -> None:
         raise TypeError(f"betas={betas!r} must be a pair of numbers")
     for index, beta in enumerate(betas):
         check_number(f"betas[{index}]", beta, least=0, below=1)
+
+
+#: options of torch's Adam that change what is computed and that no optimizer here has, with the remedy
+UNSUPPORTED = {
+    "amsgrad": "the maximum of second moments cannot be frozen; leave it False",
+    "maximize": "minimise the negative of your objective instead",
+    "differentiable": "an exchange with other ranks cannot be differentiated; leave it False",
+    "capturable": "a step with collectives is not captured in a CUDA graph; leave it False",
+}
+#: hyperparameters of single algorithms, and of torch.optim.SGD, which a group of another cannot have
+_OF_OTHERS = ("betas", "eps", "beta", "magnitude_beta", "momentum", "dampening", "nesterov")
+
+
+def refuse_ignored(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Raises where a parameter group has a hyperparameter that would be ignored; other keys (names, notes of schedulers) pass.
+
+    Args:
+        group: the parameter group.
+        kind: name of the optimizer, for the message.
+        own: hyperparameters that a group may set.
+        fixed: options that hold for all groups, with their values.
+
+    Raises:
+        ValueError: the message names the key, its value and what to do.
+    """
+    for name in UNSUPPORTED.keys() & group.keys():
+        if group[name]:
+            raise ValueError(f"{name}={group[name]!r} in a parameter group of {kind}: {UNSUPPORTED[name]}")
+    for name in _OF_OTHERS:
+        if group.get(name) and name not in own:
+            raise ValueError(f"{name}={group[name]!r} in a parameter group means nothing to {kind}; leave it out")
+    for name in fixed.keys() & group.keys():
+        if group[name] != fixed[name]:
+            raise ValueError(
+                f"{name}={group[name]!r} in a parameter group: {kind} has one {name} for all groups, {fixed[name]!r}; give it to the "
+                "constructor"
+            )
 
 
 def _is_group(value: Any) -> bool:

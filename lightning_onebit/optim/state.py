@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.optim.arena import ArenaOptimizer, Phase
+from lightning_onebit.optim.masters import adopted
 from lightning_onebit.optim.redistribute import remedy
 
 STATE_VERSION = 1
@@ -24,6 +25,10 @@ _TORCH_ADAM_OPTIONS = {
     "fused",
     "decoupled_weight_decay",
 }
+
+
+# those that only say how torch makes a step, whatever their value
+_HOW_NOT_WHAT = _TORCH_ADAM_OPTIONS - {"amsgrad", "maximize"}
 
 
 @contextlib.contextmanager
@@ -84,7 +89,6 @@ class StatefulOptimizer(ArenaOptimizer):
         if self._plan is None:
             packed["onebit"] = self._books()
             return packed
-        self._adopt()
         per_param: dict[int, dict[str, Tensor]] = {i: {} for i in self._known()}
         for name, values in self._saved_arenas():
             for slot, i in enumerate(self._slots):
@@ -98,14 +102,17 @@ class StatefulOptimizer(ArenaOptimizer):
         for i in self._known():
             per_param[i]["step"] = torch.tensor(float(self._t[i]), dtype=torch.float32)
             if i in self._masters:
-                per_param[i]["master"] = self._shared_master(i).clone()
+                per_param[i]["master"] = self._shared_master(i)
         packed["state"] = {i: per_param[i] for i in sorted(per_param) if self._t[i] > 0}
         packed["onebit"] = self._books()
         return packed
 
     def _shared_master(self, index: int) -> Tensor:
-        """fp32 master weights that all ranks share."""
-        return self._masters[index]
+        """A copy of the fp32 weights of a 16-bit parameter that all ranks share, with what the program has written into it.
+
+        Saving changes no master: weights that are shown for a moment (averages of them) may be saved, too.
+        """
+        return adopted(self._params[index].detach(), self._masters[index])
 
     @property
     def converts_residuals(self) -> bool:
@@ -195,6 +202,7 @@ class StatefulOptimizer(ArenaOptimizer):
             "ledger": self.ledger.as_dict(),
             # the state of one that has never had a gradient is not saved, but blocks are dealt to it
             "known": self._known(),
+            "stepped": [i for i in self._known() if self._t[i] > 0],
         }
 
     def _check_books(self, books: dict[str, Any] | None) -> None:
@@ -238,7 +246,8 @@ class StatefulOptimizer(ArenaOptimizer):
                 "with the groups of the run that was saved, or load the weights only"
             )
         for theirs, mine in zip(saved, self.param_groups, strict=True):
-            self._check_group({**mine, **theirs})
+            matters = {key: value for key, value in theirs.items() if key not in _HOW_NOT_WHAT}
+            self._check_group({**mine, **matters})
 
     def _check_saved(self, saved: dict[int, dict[str, Tensor]]) -> None:
         """Raises where the state of a parameter, by its index, belongs to a parameter of another shape."""
@@ -255,6 +264,21 @@ class StatefulOptimizer(ArenaOptimizer):
                         f"optimizer state has {key} of shape {tuple(value.shape)} for {name}, whose shape is {shape}; build the model that "
                         "was saved, with its parameters in the same order, or load the weights only"
                     )
+
+    def _check_complete(self, saved: dict[int, dict[str, Tensor]], books: dict[str, Any] | None) -> None:
+        """Raises where second moments that can no longer be learned are missing in a state of a later phase than the warm-up."""
+        if books is None or books["phase"] == Phase.WARMUP.value or not books["steps"]:
+            return
+        # (states of earlier releases do not say who has made steps; somebody has)
+        known = books.get("stepped", [] if saved else books.get("known", []))
+        missing = [i for i in known if i not in saved]
+        if missing:
+            params = [p for group in self.param_groups for p in group["params"]]
+            raise ValueError(
+                f"optimizer state of phase {books['phase']!r} after {books['steps']} steps has no entry for "
+                f"{self._names.get(params[missing[0]]) or f'parameter {missing[0]}'}, which has made some: its second moments would "
+                f"be 0 and it would not train; load a complete state_dict(), or start over with {type(self).__name__}.reset_state()"
+            )
 
     @torch.inference_mode(False)  # as in load_residual_state_dict()
     @torch.no_grad()
@@ -287,6 +311,7 @@ class StatefulOptimizer(ArenaOptimizer):
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
         saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
         self._check_saved(saved)
+        self._check_complete(saved, books)
         self._abandon_step()
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         with _without_hooks(self, "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):

@@ -16,6 +16,7 @@ from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Coefficients, Phase
+from lightning_onebit.optim.masters import adopt_, adopted
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, RISE_STEPS, VariancePolicy, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam
@@ -186,8 +187,6 @@ class ZeroOneAdam(RefreshingAdam):
         self._interrupted: tuple[int, list[float]] | None = None
         # by parameter index: this rank's own weights while the shared model is shown in their place
         self._hidden: dict[int, Tensor] = {}
-        # versions of 16-bit parameters when they began to show it
-        self._shown: dict[int, int] = {}
         # scales that the last exchange brought, as the momentum's, and the lengths of their blocks (0 where a parameter took no part)
         self._brought: list[tuple[Tensor, Tensor]] = []
         super().__init__(
@@ -284,7 +283,6 @@ class ZeroOneAdam(RefreshingAdam):
             anchor = self._known_plan().view(self._flat["anchor"], slot, p)
             self._hidden[i] = p.data
             p.data = anchor if p.dtype == anchor.dtype else torch.empty_like(p.data).copy_(anchor)
-            self._shown[i] = p._version
 
     def show_local(self) -> None:
         """Points parameters back at this rank's own weights."""
@@ -293,22 +291,12 @@ class ZeroOneAdam(RefreshingAdam):
             self._params[i].data = data
         self._hidden = {}
 
-    def _adopt(self) -> None:
-        """See the base; of parameters that show the shared model nothing is this rank's own."""
-        if self._hidden:
-            self._adopt_shown()
-        else:
-            super()._adopt()
-
     @torch.no_grad()
     def _adopt_shown(self) -> None:
         """Takes into the shared model what the program has written into the 16-bit copies that showed it."""
         for i in self._hidden.keys() & self._masters.keys():
             p = self._params[i]
-            if self._shown.get(i) != p._version:
-                self._shown[i] = p._version
-                anchor = self._known_plan().view(self._flat["anchor"], self._slot_of[i], p)
-                anchor.copy_(torch.where(p == anchor.to(p.dtype), anchor, p.float()))
+            adopt_([(p, self._known_plan().view(self._flat["anchor"], self._slot_of[i], p))])
 
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -670,6 +658,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _shared_weights(self) -> list[int]:
         """What the model of the last synchronisation is known by."""
+        self._adopt_shown()
         plan, anchor = self._known_plan(), self._flat["anchor"]
         return bit_sums([plan.view(anchor, slot, self._params[i]) for slot, i in enumerate(self._slots)])
 
@@ -694,7 +683,8 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _shared_master(self, index: int) -> Tensor:
         if self.mid_local and index in self._slot_of:
-            return self._known_plan().view(self._flat["anchor"], self._slot_of[index], self._params[index])
+            anchor = self._known_plan().view(self._flat["anchor"], self._slot_of[index], self._params[index])
+            return adopted(self._params[index].detach(), anchor) if self._hidden else anchor.clone()
         return super()._shared_master(index)
 
     def _books(self) -> dict[str, Any]:
@@ -712,7 +702,10 @@ class ZeroOneAdam(RefreshingAdam):
         if self.mid_local:
             weights = torch.zeros_like(self._flat["u"])
             for slot, i in enumerate(self._slots):
-                self._known_plan().view(weights, slot, self._params[i]).copy_(self._weight(i))
+                own = self._weight(i)
+                if i in self._masters:
+                    own = adopted(self._hidden.get(i, self._params[i].detach()), own)
+                self._known_plan().view(weights, slot, self._params[i]).copy_(own)
             state |= {"local_momentum": self._flat["m"], "local_update": self._flat["u"], "local_weights": weights}
         return state
 
