@@ -92,6 +92,9 @@ class OnebitOptimizer(StatefulOptimizer):
         # facts of the running step
         self._present: list[bool] | None = None
         self._verdict: Control | None = None
+        # whether what the verdict was asked for was clipping, and whether somebody else has averaged the gradients of a dense step
+        self._clipped = False
+        self._averaged_elsewhere = False
         self._grad_scale = 1.0
         # whether the running step is dense; decided once, since a schedule may change lr between backward and step
         self._decision: bool | None = None
@@ -255,6 +258,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._session = None
         self._reducer = self._exchange = self._transport = self._topology = None
         self._present = self._verdict = None
+        self._averaged_elsewhere = False
 
     def _remove_landing_hooks(self) -> None:
         if self._remove_landing is not None:
@@ -282,6 +286,7 @@ class OnebitOptimizer(StatefulOptimizer):
         """
         self._prepare()
         self._present = self._verdict = None
+        self._averaged_elsewhere = False
         self._decision = self.next_step_is_dense
         if not self._launched:
             # armed for an earlier backward, of another model: gradients that only accumulate must not leave
@@ -303,6 +308,17 @@ class OnebitOptimizer(StatefulOptimizer):
         self._prepare()
         self._average_gradients()
 
+    def gradients_are_averaged(self) -> None:
+        """Says that every ``.grad`` is the average over ranks already, or will be when backward ends.
+
+        For whoever averages in a dense step instead of the optimizer, as a communication hook of DistributedDataParallel
+        does (``lightning_onebit.ddp``). Holds until ``step()``, ``zero_grad()`` or the next ``begin_backward()``. A gradient that
+        arrives later makes the optimizer average all of them, and a compressed step takes no notice. Call it on all ranks.
+        """
+        self._averaged_elsewhere = True
+        if self._reducer is not None:
+            self._reducer.stale = False
+
     @torch.no_grad()
     def send_gradients(self) -> None:
         """Sends what backward still owes to the exchange that it has begun (``overlap="backward"``); ``step()`` does it otherwise.
@@ -317,6 +333,9 @@ class OnebitOptimizer(StatefulOptimizer):
         self._refuse_sparse_gradients()
         self._decision = self.next_step_is_dense
         if self._reducer is None or (self._present is not None and not self._reducer.stale):
+            return
+        self._averaged_elsewhere &= self._decision and not self._reducer.stale
+        if self._averaged_elsewhere:
             return
         if self._session is not None and self._dense:
             self._launch_rest(self._session)
@@ -346,15 +365,34 @@ class OnebitOptimizer(StatefulOptimizer):
             raise ValueError(
                 f"clip_grad_norm_(): the optimizer clips already (max_grad_norm={self.options.max_grad_norm}); give one of the two"
             )
-        if self._verdict is None:
-            self._verdict = self._judge(norm=True)
-        norm = self._verdict.norm
+        self.grad_norm()
+        assert self._verdict is not None
+        norm, self._clipped = self._verdict.norm, True
         factor = max_norm / (norm + 1e-6)
         if factor < 1.0:
             grads = [p.grad for p in self._params if p.grad is not None]
             if grads:
                 torch._foreach_mul_(grads, factor)
         return torch.tensor(norm, dtype=torch.float32)
+
+    @torch.no_grad()
+    def grad_norm(self) -> Tensor:
+        """The norm by which ``clip_grad_norm_()`` clips, alike on all ranks; nothing is clipped. A collective in a compressed step.
+
+        Returns:
+            The norm, fp32, 0-d.
+
+        Raises:
+            ValueError: gradients have been sent by then (``overlap="backward"``).
+        """
+        if self.options.overlap == "backward":
+            raise ValueError(
+                "grad_norm(): the norm needs all gradients, but overlap='backward' sends them as they come; use overlap='step'"
+            )
+        self.sync_gradients()
+        if self._verdict is None:
+            self._verdict, self._clipped = self._judge(norm=True), False
+        return torch.tensor(self._verdict.norm, dtype=torch.float32)
 
     def check_clipping_by_value(self, clip_value: float) -> None:
         """Raises where gradients are clipped by value after they have been sent.
@@ -371,6 +409,7 @@ class OnebitOptimizer(StatefulOptimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See ``torch.optim.Optimizer.zero_grad``."""
         self._present = self._verdict = None
+        self._averaged_elsewhere = False
         super().zero_grad(set_to_none)
 
     def variance_l1(self) -> float:
@@ -436,8 +475,8 @@ class OnebitOptimizer(StatefulOptimizer):
             return self._step_early(loss)
         self._settle_doubt()
         self._trusted = self._scales_tell and not dense and self.options.max_consecutive_skips == 0
+        already_clipped = self._verdict is not None and self._clipped
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
-        already_clipped = self._verdict is not None
         self._active = list(verdict.present)
         self._end_adopting()
         if verdict.finite:
@@ -496,6 +535,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._remove_landing_hooks()  # they know parameters by their slots
         self._finish_reduction()
         self._present = self._verdict = self._decision = self._doubt = self._comparison = None
+        self._averaged_elsewhere = False
 
     # ----- overlap="backward" -----------------------------------------------------------------------------------------
 
@@ -664,6 +704,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
     def _close_step(self, dense: bool, *, skipped: bool) -> None:
         self._present = self._verdict = self._decision = None
+        self._averaged_elsewhere = False
         ranks = self._ranks().size
         wire = self._wire_bytes
         self.ledger.close_step(
@@ -713,7 +754,9 @@ class OnebitOptimizer(StatefulOptimizer):
         """Finiteness and presence of this step's gradients, alike on all ranks, and their norm if asked for."""
         params, ranks = self._params, self._ranks()
         present = [p.grad is not None for p in params]
-        averaged = self._reducer.finite() if self._reducer is not None else torch.tensor(True)
+        averaged = torch.tensor(True)
+        if self._reducer is not None and not self._averaged_elsewhere:
+            averaged = self._reducer.finite()
         if self._present is not None:
             assert self._reducer is not None
             for i in self._averaged():
@@ -725,6 +768,8 @@ class OnebitOptimizer(StatefulOptimizer):
         common = [params[i].grad for i in local if i in shared]
         squares, bad = self._kernels.grad_stats([g for g in own if g is not None]).tolist() if own else (0.0, 0)
         bad += not bool(averaged)
+        if self._averaged_elsewhere and common:
+            bad += self._kernels.grad_stats([g for g in common if g is not None])[1].item()
         if ranks.size > 1 and not self.next_step_is_dense:
             assert self._transport is not None
             control = control_round(self._transport, squares, int(bad), present, self._device)
