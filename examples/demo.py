@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -86,20 +87,19 @@ def table(dense: dict[str, Any], compressed: dict[str, Any]) -> str:
     lines = ["  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2))]) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
     ratio = dense["bytes_sent"] / max(1, compressed["bytes_sent"])
-    notes = [
-        f"Ratio of bytes: {ratio:.2f}x fewer over the run. Of its {steps} steps {dense_steps} are dense, which sets the limit;",
-    ]
+    found = f"Ratio of bytes: {ratio:.2f}x fewer over the run. Of its {steps} steps {dense_steps} are dense, which sets the limit; "
     if later and sent_later > 0:
-        notes.append(f"the other {later} alone send {later * dense_step / sent_later:.1f}x fewer.")
+        found += f"the other {later} alone send {later * dense_step / sent_later:.1f}x fewer."
     else:
-        notes.append("no step was compressed.")
-    notes += [
+        found += "no step was compressed."
+    notes = [
+        found,
         f"Validation loss: {100 * gap:+.2f} % against {dense['strategy']}.",
-        f"Bytes are those one process sends for gradients or momentum, counted {dense['bytes_counted']}",
+        f"Bytes are those one process sends for gradients or momentum, counted {dense['bytes_counted']} "
         f"({dense['strategy']}) and {compressed['bytes_counted']} ({compressed['strategy']}).",
         f"All {dense['ranks']} processes share this machine; step times tell nothing about a real network.",
     ]
-    return "\n".join([*lines, "", *notes])
+    return "\n".join([*lines, "", *(textwrap.fill(note, 80) for note in notes)])
 
 
 def warm_up(folder: Path, result: dict[str, Any]) -> int | None:

@@ -7,9 +7,13 @@ import json
 import math
 import os
 import sys
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
+
+#: columns of a terminal, of which nothing that is printed takes more
+WIDTH = 80
 
 #: exit status where the reader of standard output has gone, as a shell reports it of other tools: 128 + SIGPIPE
 READER_GONE = 141
@@ -34,7 +38,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Exits with status 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n(`{self.prog} --help` lists the options)\n")
+        self.exit(2, f"{fill(f'{self.prog}: error: {message}')}\n(`{self.prog} --help` lists the options)\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Exits, quietly also where nobody reads the help to its end (``--help | head -1``)."""
@@ -87,6 +91,22 @@ def report(outcome: Outcome, target: str | None) -> None:
         return
     sys.stdout.write((encoded if target == "-" else outcome.text) + "\n")
     sys.stdout.flush()  # here an error can still be told
+
+
+def fill(text: str, indent: str = "") -> str:
+    """Text in lines of at most 80 columns; lines that fit stay as they are, and words (a path) are never torn.
+
+    Args:
+        text: of one or several lines.
+        indent: what the continuation of a line begins with.
+    """
+    lines = []
+    for line in text.split("\n"):
+        pieces = textwrap.wrap(
+            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+        )
+        lines += [line] if len(line) <= WIDTH else pieces
+    return "\n".join(lines)
 
 
 def _drop_output() -> None:

@@ -1,6 +1,7 @@
-"""Link benchmark: does compression pay on *your* network?
+r"""Link benchmark: does compression pay on *your* network?
 
-    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:PORT --no-python lightning-onebit bench
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:PORT \
+        --no-python lightning-onebit bench
 
 On the real process group, measures the dense all-reduce of gradients against the whole compressed exchange (compress, both rounds,
 apply) at several sizes, fits the time each takes per element, and says from which size on compression pays and which algorithm suits.
@@ -25,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_onebit._console import Outcome, Parser, add_json, execute, format_figure
+from lightning_onebit._console import Outcome, Parser, add_json, execute, fill, format_figure
 from lightning_onebit.comm import disconnect, torn_down_last
 from lightning_onebit.kernels import BACKENDS
 from lightning_onebit.optim import OnebitOptimizer
@@ -286,7 +287,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where CUDA is available, else gloo")
     parser.add_argument("--ranks-per-node", type=int, default=1, help="more than 1 measures the hierarchical exchange")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a rank waits for the others")
-    parser.add_argument("--algorithm", choices=tuple(ALGORITHMS), default="onebit_adam", help="whose steps to measure")
+    parser.add_argument(
+        "--algorithm",
+        choices=tuple(ALGORITHMS),
+        default="onebit_adam",
+        metavar="NAME",
+        help=f"whose steps to measure: {', '.join(ALGORITHMS)} (%(default)s)",
+    )
     parser.add_argument("--kernels", choices=BACKENDS, default="auto")
     parser.add_argument("--block-size", type=int, default=2048)
     parser.add_argument("--bucket-mb", type=float, help="default: the optimizer's")
@@ -365,14 +372,14 @@ def run(options: argparse.Namespace) -> Outcome:
         "break_even_elements": break_even(results),
     }
     said = advice(results)
-    return Outcome(0, f"{world}\n{table(results)}\n{said}", {**facts, "advice": said})
+    return Outcome(0, f"{world}\n{table(results)}\n{fill(said)}", {**facts, "advice": said})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """``python -m lightning_onebit.bench``; returns the exit status."""
     parser = Parser(
         prog="python -m lightning_onebit.bench",
-        description=__doc__,
+        description=fill(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add_arguments(parser)

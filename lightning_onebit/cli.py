@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_onebit import __version__, bench, doctor
-from lightning_onebit._console import Outcome, Parser, add_json, execute
+from lightning_onebit._console import Outcome, Parser, add_json, execute, fill
 from lightning_onebit.optim.binsgdm import SERVERS
 from lightning_onebit.planner import LARGEST, Cluster, Job, fit_compute, format_seconds, plan, plot
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
@@ -217,7 +217,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
     if options.plot is not None:
         plot(cluster, job, str(options.plot), options.algorithm)
         notes.append(f"wrote {options.plot}")
-    return Outcome(0, "\n".join([report.table(), "", report.verdict, *notes]), report.as_dict())
+    return Outcome(0, "\n".join([report.table(), "", *map(fill, (report.verdict, *notes))]), report.as_dict())
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_onebit import __version__, _trees
-from lightning_onebit._console import Outcome, Parser, add_json, execute
+from lightning_onebit._console import Outcome, Parser, add_json, execute, fill
 from lightning_onebit.comm import disconnect
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim import OnebitAdam
@@ -241,7 +241,7 @@ def describe(facts: dict[str, Any]) -> str:
             )
             lines.append(f"  {kind} ({result['backend']}): {outcome}, {result['seconds']} s")
     lines += ["Problems", *(f"  {problem}" for problem in facts["problems"])] if facts["problems"] else ["No problems."]
-    return "\n".join(lines)
+    return fill("\n".join(lines), " " * 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

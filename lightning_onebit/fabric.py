@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import FABRICS
 from lightning_onebit.checkpoint import (
     STAMP_KEY,

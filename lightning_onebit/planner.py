@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from lightning_onebit._console import format_figure
+from lightning_onebit._console import fill, format_figure
 from lightning_onebit.comm import (
     Collective,
     control_payload_bytes,
@@ -693,26 +693,27 @@ def _reason(report: ForecastReport) -> str:
 
 
 #: of the columns of a table; wider where a number is
-_WIDTHS = (27, 9, 9, 9, 13, 8, 8)
+_WIDTHS = (24, 9, 9, 9, 7, 8, 8)
 
 
 def _table(report: ForecastReport) -> str:
     cluster, job = report.cluster, report.job
-    rows = [("method", "step ms", "mean ms", "MB/node", "dense steps", "x fp32", "x fp16")]
+    rows = [("method", "step ms", "mean ms", "MB/node", "dense", "x fp32", "x fp16")]
     rows += [
         (
             p.title,
             format_figure(1e3 * p.step_seconds),
             format_figure(1e3 * p.mean_seconds),
             format_figure(p.node_bytes / 1e6),
-            f"{p.dense_share:.1%}",
+            "100%" if p.dense_share == 1 else f"{p.dense_share:.1%}",
             f"{p.speedup_fp32:.2f}",
             f"{p.speedup_fp16:.2f}",
         )
         for p in report.predictions
     ]
     widths = [
-        max(least, 2 + max(map(len, column))) for least, column in zip(_WIDTHS, zip(*rows, strict=True), strict=True)
+        max(least, 2 * bool(i) + max(map(len, column)))
+        for i, (least, column) in enumerate(zip(_WIDTHS, zip(*rows, strict=True), strict=True))
     ]
     lines = [
         f"{format_millions(job.elements)} parameters, {cluster.gpus} GPUs, {cluster.gpus_per_node} per node, "
@@ -723,9 +724,10 @@ def _table(report: ForecastReport) -> str:
         lines.append(f"{title:<{widths[0]}}" + "".join(f"{c:>{w}}" for c, w in zip(cells, widths[1:], strict=True)))
     lines += [
         "",
-        "step: after the warm-up; mean, and the factors over dense training: whole run; MB/node: sent by a node's card per step",
+        "step: after the warm-up; mean, and the factors over dense training: whole run; MB/node: sent by a node's card per step; "
+        "dense: share of dense steps",
     ]
-    return "\n".join(lines)
+    return "\n".join([fill(lines[0]), *lines[1:-1], fill(lines[-1])])
 
 
 def format_millions(count: int) -> str:

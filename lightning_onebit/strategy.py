@@ -18,11 +18,12 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parameter import is_lazy
 
+from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import BOUND_MODULES, PACKAGES, TREES, tree_of
 from lightning_onebit.checkpoint import (
     STAMP_KEY,

@@ -459,7 +459,7 @@ def test_columns_stay_apart_and_numbers_in_full_however_large_they_get(
 ) -> None:
     report = plan(Cluster(gpus=8, gpus_per_node=2, bandwidth=bandwidth), Job(params=params, compute=compute))
     head, *rows = _cells(report.table())
-    assert head == ["method", "step ms", "mean ms", "MB/node", "dense steps", "x fp32", "x fp16"]
+    assert head == ["method", "step ms", "mean ms", "MB/node", "dense", "x fp32", "x fp16"]
     assert len(rows) == len(report.predictions)
     for row, p in zip(rows, report.predictions, strict=True):
         exact = (1e3 * p.step_seconds, 1e3 * p.mean_seconds, p.node_bytes / 1e6)

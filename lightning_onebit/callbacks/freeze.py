@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
-from lightning_utilities.core.rank_zero import rank_zero_info
+import torch
 
+from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.callbacks._common import (
     check_count,
     check_number,
@@ -21,6 +22,7 @@ from lightning_onebit.callbacks._common import (
     stepped_batches,
 )
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
+from lightning_onebit.comm import control_payload_bytes, exchange_collectives, peer_bytes, plan_buckets, ring_bytes
 
 DEFAULT_THRESHOLD = 0.96
 DEFAULT_MAX_FRACTION = 0.2
@@ -28,6 +30,9 @@ DEFAULT_MAX_FRACTION = 0.2
 # The stability rule is looked at this many times per window: often enough to be late by 6 % of a window at most, rarely
 # enough that reading the variance (a full pass over its memory, twice per look) costs nothing that could be measured.
 LOOKS_PER_WINDOW = 16
+
+# Where a compressed step sends more than this share of a dense one, no schedule makes the run worth while.
+LITTLE_GAIN = 0.9
 
 
 def volume_reduction(warmup_share: float, bits: int = 16) -> float:
@@ -45,6 +50,38 @@ def volume_reduction(warmup_share: float, bits: int = 16) -> float:
         4.9
     """
     return 1.0 / (warmup_share + (1.0 - warmup_share) / bits)
+
+
+def bytes_of_steps(optimizer: Any, ranks: int) -> tuple[int, int, int]:
+    """Bytes that a rank sends (of a hierarchical exchange: a node) in a dense step, in a compressed one, and in DDP's.
+
+    All that is sent counts: scales, the blocks that tensors do not fill, and the control round.
+
+    Args:
+        optimizer: a compressed optimizer, which need not have made a step.
+        ranks: number of ranks.
+    """
+    topology, size = optimizer.topology, optimizer.options.block_size
+    trained = [(p, group["compress"]) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    ddp = ring_bytes(ranks, sum(p.numel() * p.element_size() for p, _ in trained))
+    # with every gradient goes an element that says whether there is one
+    dense = ring_bytes(ranks, sum((p.numel() + 1) * p.element_size() for p, _ in trained))
+    apart = ring_bytes(ranks, sum((p.numel() + 1) * p.element_size() for p, compressed in trained if not compressed))
+    control = peer_bytes(ranks, control_payload_bytes(len(trained)))
+    plan = plan_buckets(
+        [p.numel() for p, compressed in trained if compressed],
+        block_size=size,
+        world_size=ranks,
+        bucket_elements=int(optimizer.bucket_mb * 2**20 / 4),
+        device=torch.device("cpu"),
+    )
+    share = topology.ranks_per_node
+    exchange = sum(
+        share * one.sent
+        for one in exchange_collectives((b.blocks for b in plan.buckets), size, ranks, share)
+        if one.link == "inter"
+    )
+    return dense, exchange + apart + control, ddp
 
 
 @dataclass
@@ -196,11 +233,11 @@ class VarianceFreezeMixin:
     rises; one that never rises has no warm-up. At the maximum the freeze happens even while it rises, and the
     announcement says so.
 
-    Before training the callback says how much less the run will send than a dense all-reduce, ``1/(w + (1-w)/16)``
-    against 16-bit gradients and ``1/(w + (1-w)/32)`` against fp32 with ``w`` the share of dense steps, and when it
-    switches it says so once per optimizer. With several compressed optimizers each one is judged by its own steps and
-    its own variance. All ranks switch at the same step: fixed steps are counted, and the automatic rule is decided by
-    rank 0 at each look.
+    Before training the callback says how much less the run will send than dense averaging, which is about
+    ``1/(w + (1-w)/32)`` for fp32 gradients with ``w`` the share of dense steps and less for a small model, whose tensors do
+    not fill their blocks; a model too small to gain is told so. When it switches it says so once per optimizer. With
+    several compressed optimizers each one is judged by its own steps and its own variance. All ranks switch at the same
+    step: fixed steps are counted, and the automatic rule is decided by rank 0 at each look.
 
     Args:
         step: dense steps, at least 1.
@@ -318,10 +355,10 @@ class VarianceFreezeMixin:
                 optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)),
             ]
             if _in_warmup(optimizer) and not watch.done:
-                rank_zero_info(self._forecast(trainer, watch))
+                rank_zero_info(self._forecast(trainer, watch, optimizer))
                 # A resumed run may be past the step that the callback asks for by now.
                 if optimizer.steps >= rule.latest:
-                    self._freeze(watch, optimizer)
+                    self._freeze(trainer, watch, optimizer)
         self._restored = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
@@ -362,7 +399,7 @@ class VarianceFreezeMixin:
         watch.learning_rate.observe(step, [float(group["lr"]) for group in optimizer.param_groups])
         latest = min(watch.rule.latest, self._share_of_steps(trainer, watch, optimizer))
         if step >= latest or (self.mode == "auto" and self._settled(trainer, watch, optimizer)):
-            self._freeze(watch, optimizer)
+            self._freeze(trainer, watch, optimizer)
 
     def _after_load(self, trainer: Any, watch: _Watch, optimizer: Any) -> None:
         """The program has given the optimizer another state, or none: what comes next follows from its phase."""
@@ -402,16 +439,17 @@ class VarianceFreezeMixin:
         # broadcast.
         return bool(trainer.strategy.broadcast(decision))
 
-    def _freeze(self, watch: _Watch, optimizer: Any) -> None:
+    def _freeze(self, trainer: Any, watch: _Watch, optimizer: Any) -> None:
         optimizer.freeze()
         # The hook stays registered: torch is iterating over its hooks when this runs from one of them.
         watch.done = True
         # In a single process there is nobody to exchange with, so steps stay dense after the freeze.
         then = "steps stay dense in a single process" if optimizer.next_step_is_dense else "the next step is compressed"
-        rank_zero_info(
+        text = (
             f"VarianceFreeze: {watch.name} made {optimizer.steps:,} {watch.steps} and freezes its variance; {then}. "
             f"Rule: {self._rule_text()}. Reason: {self._reason(watch, optimizer.steps)}."
         )
+        rank_zero_info(below_bar(trainer, text))
 
     @staticmethod
     def _guarded(trainer: Any) -> bool:
@@ -453,7 +491,7 @@ class VarianceFreezeMixin:
             )
         return f"the maximum of {rule.latest:,} {watch.steps} is reached ({why})"
 
-    def _forecast(self, trainer: Any, watch: _Watch) -> str:
+    def _forecast(self, trainer: Any, watch: _Watch, optimizer: Any) -> str:
         rule, planned = watch.rule, watch.planned
         at_most, at_least = ("at most ", "at least ") if self.mode == "auto" else ("", "")
         text = f"VarianceFreeze({self._rule_text()}): {watch.name} makes {at_most}{rule.latest:,} {watch.steps}"
@@ -464,18 +502,23 @@ class VarianceFreezeMixin:
             text += f" (the window of {rule.window:,} steps is not shorter, so this maximum will decide)"
         if trainer.world_size == 1:
             return f"{text}. One process exchanges nothing."
+        dense, compressed, ddp = bytes_of_steps(optimizer, trainer.world_size)
+        if compressed >= LITTLE_GAIN * ddp:
+            return (
+                f"{text}. The model is too small to gain: a compressed step sends {compressed:,} bytes, a dense one {ddp:,}, because every "
+                f'tensor fills whole blocks of {optimizer.options.block_size:,} elements. Use `strategy="ddp"`.'
+            )
         if planned is None:
-            return f"{text}. The longer the run, the less is sent: up to 16x less than fp16, 32x less than fp32."
+            return f"{text}. The longer the run, the less is sent: up to {ddp / compressed:.3g}x less than by dense averaging."
         if rule.latest >= planned and watch.steps == "dense steps":
             return f"{text}: no step will be compressed and nothing is saved. Freeze earlier or train longer."
         w = min(1.0, rule.latest / planned)
         if watch.refreshed:
             w += (1.0 - w) * watch.refreshed
             text += f", and refreshes {watch.refreshed:.1%} of the others"
-        return (
-            f"{text} (w = {w:.1%}): {at_least}{volume_reduction(w, 16):.1f}x less is sent than by a dense fp16 "
-            f"all-reduce, {at_least}{volume_reduction(w, 32):.1f}x less than by an fp32 one."
-        )
+        between = " between nodes" if optimizer.topology.ranks_per_node > 1 else ""
+        factor = ddp / (w * dense + (1 - w) * compressed)
+        return f"{text} (w = {w:.1%}): {at_least}{factor:.1f}x less is sent{between} than by dense averaging."
 
     # -----------------------------------------------------------------------------------------------------------
     # options

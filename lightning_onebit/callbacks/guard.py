@@ -8,8 +8,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.callbacks._common import (
     check_count,
     check_number,
@@ -168,7 +169,7 @@ class DivergenceGuardMixin:
         self._compressed = self._compressed + 1 if any(self._compressing.values()) else 0
         if self.loss_factor is not None:
             self._collect(_loss_of(outputs, trainer), optimizers)
-        self._end_fallbacks(optimizers)
+        self._end_fallbacks(trainer, optimizers)
         if self._batches % self.every_n_steps:
             return
         loss, residual = self._compare_notes(trainer, pl_module, optimizers)
@@ -303,7 +304,7 @@ class DivergenceGuardMixin:
             + (", for the rest of the run." if last else f" until step {max(self._refreeze_at.values())}.")
         )
 
-    def _end_fallbacks(self, optimizers: Any) -> None:
+    def _end_fallbacks(self, trainer: Any, optimizers: Any) -> None:
         for index, step in list(self._refreeze_at.items()):
             optimizer = optimizers[index] if index < len(optimizers) else None
             if optimizer is None or optimizer.steps >= step:
@@ -311,7 +312,8 @@ class DivergenceGuardMixin:
             if optimizer is not None and optimizer.steps >= step and optimizer.phase is Phase.WARMUP:
                 optimizer.freeze()
                 name = optimizer_name(index, len(optimizers), optimizer)
-                rank_zero_info(f"DivergenceGuard: {name} freezes its refreshed variance; the next step is compressed.")
+                text = f"DivergenceGuard: {name} freezes its refreshed variance; the next step is compressed."
+                rank_zero_info(below_bar(trainer, text))
 
 
 def _counts(optimizers: Any) -> tuple[int, int]:

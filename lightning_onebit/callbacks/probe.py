@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
-from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer, compressed_optimizers
 from lightning_onebit.comm import ByteLedger
@@ -254,9 +255,9 @@ class LinkProbeMixin:
                 self._began = now
         elif now.steps - self._began.steps >= (self.watch_steps or 0):
             self._watching = False
-            self._judge(self._began, now)
+            self._judge(trainer, self._began, now)
 
-    def _judge(self, began: _Clock, ended: _Clock) -> None:
+    def _judge(self, trainer: Any, began: _Clock, ended: _Clock) -> None:
         share = min(0.999, (ended.waited - began.waited) / max(1e-9, ended.wall - began.wall))
         text = (
             f"LinkProbe: in {ended.steps - began.steps} dense steps this rank waited {share:.0%} of the time for the "
@@ -268,4 +269,4 @@ class LinkProbeMixin:
                 "batch per rank if that trains better."
             )
         else:
-            rank_zero_info(f"{text}.")
+            rank_zero_info(below_bar(trainer, f"{text}."))

@@ -10,9 +10,9 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning_utilities.core.rank_zero import rank_zero_info
 from torchmetrics import Metric
 
+from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.callbacks._common import (
     check_count,
     check_flag,
@@ -62,6 +62,9 @@ FIGURE_NAME = "onebit_compression.png"
 
 # A figure needs no more points than it has pixels; beyond this every other point is dropped.
 MAX_HISTORY = 4096
+
+# So many columns of the table fit a terminal.
+OPTIMIZERS_ABREAST = 4
 
 _SUMS = tuple(item.name for item in fields(StepRecord) if item.name not in ("step", "phase", "dense"))
 
@@ -270,7 +273,7 @@ class CompressionStatsMixin:
         if self.summary and self._watches:
             for watch in self._watches:
                 watch.count()
-            rank_zero_info(self._table())
+            rank_zero_info(below_bar(trainer, self._table()))
         if self.figure and self._watches:
             # trainer.log_dir is a collective: every rank asks for it.
             directory = trainer.log_dir or trainer.default_root_dir
@@ -383,22 +386,23 @@ class CompressionStatsMixin:
     # -------------------------------------------------------------------------------------------------- end of fit
 
     def _table(self) -> str:
-        head = (
-            "optimizer",
-            "dense",
-            "compressed",
-            "skipped",
-            "sent",
-            "dense all-reduce",
-            "ratio",
-            "waiting",
-            "kernels",
-        )
-        rows = [head]
+        columns = [
+            (
+                "",
+                "dense steps",
+                "compressed steps",
+                "skipped steps",
+                "sent",
+                "dense all-reduce",
+                "ratio",
+                "waiting",
+                "kernels",
+            )
+        ]
         notes = []
         for watch in self._watches:
             ledger, total = watch.optimizer.ledger, watch.optimizer.ledger.total
-            rows.append(
+            columns.append(
                 (
                     watch.name,
                     f"{ledger.dense_steps:,}",
@@ -418,10 +422,13 @@ class CompressionStatsMixin:
             if watch.residual.update_called:
                 note += f"; residual norm / momentum norm {float(watch.residual.compute()):.3g}"
             notes.append(note + ".")
-        widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-        lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-        lines.insert(1, "-" * len(lines[0]))
-        return "\n".join(["Compression since the start of training (steps, bytes of one rank):", *lines, *notes])
+        lines = ["Compression since the start of training (bytes of one rank):"]
+        for first in range(1, len(columns), OPTIMIZERS_ABREAST):
+            part = [columns[0], *columns[first : first + OPTIMIZERS_ABREAST]]
+            widths = [max(map(len, column)) for column in part]
+            rows = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in zip(*part, strict=True)]
+            lines += [rows[0], "-" * len(rows[0]), *rows[1:]]
+        return "\n".join([*lines, *notes])
 
     def _remember(self, watch: _Watch, values: Mapping[str, float], loss: torch.Tensor | None) -> None:
         nan = math.nan
