@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lightning_onebit import __version__, bench, doctor
+from lightning_onebit._choices import Overlap, choices
 from lightning_onebit._console import Outcome, Parser, add_json, execute, fill
 from lightning_onebit.optim.binsgdm import SERVERS
 from lightning_onebit.planner import LARGEST, Cluster, Job, fit_compute, format_seconds, plan, plot
@@ -139,7 +140,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         default=Job.hidden,
         help="share of compute behind which dense averaging hides (%(default)s)",
     )
-    model.add_argument("--overlap", choices=("step", "backward"), default=Job.overlap, help="option of the optimizer")
+    model.add_argument("--overlap", choices=choices(Overlap), default=Job.overlap, help="option of the optimizer")
     model.add_argument("--block-size", type=_whole(32), default=Job.block_size, help="option of the optimizer")
     model.add_argument(
         "--bucket-mb", type=_number(0, above=True), default=Job.bucket_mb, help="option of the optimizer"

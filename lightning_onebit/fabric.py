@@ -15,7 +15,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_onebit._choices import AlgorithmName, StartMethod
 from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import FABRICS
 from lightning_onebit.checkpoint import (
@@ -114,7 +115,7 @@ class FabricMixin(_Base):
 
     def __init__(
         self,
-        algorithm: str = "onebit_adam",
+        algorithm: AlgorithmName = "onebit_adam",
         *,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         ranks_per_node: int | None = None,
@@ -125,7 +126,7 @@ class FabricMixin(_Base):
         checkpoint_io: Any = None,
         precision: Any = None,
         process_group_backend: str | None = None,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
     ) -> None:
         self._algorithm: Algorithm = find_algorithm(algorithm)
         check_integer("ranks_per_node", ranks_per_node, least=1, optional=True)

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+from lightning_onebit._choices import Overlap, Server, choices
 from lightning_onebit._console import fill, format_figure
 from lightning_onebit.comm import (
     Collective,
@@ -170,14 +171,14 @@ class Job:
     refresh_steps: int | None = None
     gradient_bytes: int = 4
     hidden: float = 0.5
-    overlap: str = "step"
+    overlap: Overlap = "step"
     block_size: int = 2048
     bucket_mb: float = 16.0
     var_update_scaler: int = 16
     lr_warmup_steps: int = 0
     local_step_scaler: int | None = None
     local_step_clipper: int = 16
-    server: str = "feedback"
+    server: Server = "feedback"
 
     def __post_init__(self) -> None:
         """Checks every number.
@@ -208,7 +209,7 @@ class Job:
         if self.gradient_bytes not in (2, 4):
             raise ValueError(f"gradient_bytes={self.gradient_bytes!r} is unknown; choose 4 (fp32) or 2 (fp16, bf16)")
         check_number("hidden", self.hidden, least=0, most=1)
-        check_choice("overlap", self.overlap, ("step", "backward"))
+        check_choice("overlap", self.overlap, choices(Overlap))
         _check_count("block_size", self.block_size, least=32)
         if self.block_size % 32:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 32; try 2048")

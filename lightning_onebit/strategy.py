@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -23,6 +23,23 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parameter import is_lazy
 
+from lightning_onebit._choices import (
+    AlgorithmName,
+    Automatic,
+    Backend,
+    Draws,
+    LocalStepPolicy,
+    OtherOptimizers,
+    Overflow,
+    Overlap,
+    RefreshRule,
+    Server,
+    StartMethod,
+    StateDtype,
+    TrustRatio,
+    VarianceDecay,
+    choices,
+)
 from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import BOUND_MODULES, PACKAGES, TREES, tree_of
 from lightning_onebit.checkpoint import (
@@ -48,7 +65,7 @@ from lightning_onebit.comm import (
 from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.arena import TRAINABLE_DTYPES
 from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
-from lightning_onebit.optim.options import check_integer
+from lightning_onebit.optim.options import check_choice, check_integer
 from lightning_onebit.registry import Algorithm, check_options, find_algorithm, register
 
 if TYPE_CHECKING:
@@ -160,7 +177,7 @@ class OnebitMixin(_Base):
 
     def __init__(
         self,
-        algorithm: str = "onebit_adam",
+        algorithm: AlgorithmName = "onebit_adam",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -168,13 +185,13 @@ class OnebitMixin(_Base):
         precision_plugin: Any = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
-        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        start_method: StartMethod = "popen",
         *,
-        other_optimizers: Literal["error", "dense"] = "error",
+        other_optimizers: OtherOptimizers = "error",
         convert_optimizers: bool = True,
         broadcast_buffers: bool = True,
         overlap_dense: bool = True,
-        hierarchical: bool | Literal["auto"] = "auto",
+        hierarchical: bool | Automatic = "auto",
         ranks_per_node: int | None = None,
         strict_residuals: bool = False,
         freeze_step: int | None = None,
@@ -185,34 +202,34 @@ class OnebitMixin(_Base):
         force_compression: bool | None = None,
         bucket_mb: float | None = None,
         max_consecutive_skips: int | None = None,
-        kernels: str | None = None,
-        overlap: str | None = None,
-        residual_dtype: str | None = None,
-        denominator_dtype: str | None = None,
+        kernels: Backend | None = None,
+        overlap: Overlap | None = None,
+        residual_dtype: StateDtype | None = None,
+        denominator_dtype: StateDtype | None = None,
         max_coeff: float | None = None,
         min_coeff: float | None = None,
         coeff_beta: float | None = None,
         factor_max: float | None = None,
         factor_min: float | None = None,
         factor_threshold: float | None = None,
-        trust_ratio: str | None = None,
+        trust_ratio: TrustRatio | None = None,
         ratio_interval: int | None = None,
-        preconditioned: bool | str | None = None,
+        preconditioned: bool | Automatic | None = None,
         scale_factor: float | None = None,
         server_scale_factor: float | None = None,
-        refresh_interval: int | str | None = None,
+        refresh_interval: int | RefreshRule | None = None,
         refresh_steps: int | None = None,
         var_freeze_step: int | None = None,
         var_update_scaler: int | None = None,
         var_rise_steps: int | None = None,
         local_step_scaler: int | None = None,
         local_step_clipper: int | None = None,
-        local_step_policy: str | None = None,
-        var_decay: str | None = None,
-        server: str | None = None,
+        local_step_policy: LocalStepPolicy | None = None,
+        var_decay: VarianceDecay | None = None,
+        server: Server | None = None,
         magnitude_beta: float | None = None,
-        draws: str | None = None,
-        overflow: str | None = None,
+        draws: Draws | None = None,
+        overflow: Overflow | None = None,
         seed: int | None = None,
     ) -> None:
         options = {
@@ -257,8 +274,7 @@ class OnebitMixin(_Base):
         self._algorithm: Algorithm = find_algorithm(algorithm)
         self._options = {name: value for name, value in options.items() if value is not None}
         check_options(self._algorithm, self._options)
-        if other_optimizers not in ("error", "dense"):
-            raise ValueError(f"other_optimizers={other_optimizers!r} is unknown; choose 'error' or 'dense'")
+        check_choice("other_optimizers", other_optimizers, choices(OtherOptimizers))
         flags = {
             "convert_optimizers": convert_optimizers,
             "broadcast_buffers": broadcast_buffers,

@@ -7,7 +7,6 @@ import io
 import logging
 import math
 import re
-from copy import copy
 from typing import Any
 
 import pytest
@@ -318,7 +317,7 @@ def test_the_forecast_is_what_is_sent_padding_and_control_rounds_included(
             for p in model:
                 p.grad = torch.full_like(p, group.rank + 1.0)
             optimizer.step()
-            records.append(copy(optimizer.ledger.last))
+            records.append(copy.copy(optimizer.ledger.last))
         return bytes_of_steps(optimizer, 4), records
 
     for (dense, compressed, ddp), records in SimulatedWorld(4).run(train):

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from lightning_onebit._choices import Backend, choices
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
 from lightning_onebit.kernels.residual import Residual
@@ -32,7 +33,7 @@ __all__ = [
     "get_backend",
 ]
 
-BACKENDS = ("auto", "reference", "cpu", "cuda")
+BACKENDS = choices(Backend)
 
 Spans = Sequence["Tensor | None"]
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_onebit._choices import Backend, Overlap, RefreshRule, StateDtype
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.options import CommonOptions, check_flag
@@ -107,17 +108,17 @@ class OnebitAdam(CompressingAdam):
         preconditioned: bool = True,
         scale_factor: float | None = None,
         server_scale_factor: float | None = None,
-        refresh_interval: int | str = "auto",
+        refresh_interval: int | RefreshRule = "auto",
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float | None = None,
         max_consecutive_skips: int = 100,
-        kernels: str = "auto",
+        kernels: Backend = "auto",
         timeout: float = 1800.0,
-        overlap: str = "step",
-        residual_dtype: str = "float32",
-        denominator_dtype: str = "float32",
+        overlap: Overlap = "step",
+        residual_dtype: StateDtype = "float32",
+        denominator_dtype: StateDtype = "float32",
     ) -> None:
         check_flag("preconditioned", preconditioned)
         super().__init__(

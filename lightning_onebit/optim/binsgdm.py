@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_onebit._choices import Backend, Draws, Overflow, Server, choices
 from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.kernels import Packed, Residual
 from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, DrawKey, draw_hash, draw_key, uniform
@@ -20,9 +21,9 @@ from lightning_onebit.optim.options import CommonOptions, check_choice, check_nu
 
 log = logging.getLogger("lightning_onebit")
 
-SERVERS = ("feedback", "random", "mean", "majority")
-DRAWS = ("stratified", "independent")
-OVERFLOWS = ("keep", "drop")
+SERVERS = choices(Server)
+DRAWS = choices(Draws)
+OVERFLOWS = choices(Overflow)
 #: how much longer magnitudes are remembered than the momentum, where nothing else is said
 MEMORY = 100.0
 
@@ -101,10 +102,10 @@ class BinSGDM(OnebitOptimizer):
         weight_decay: float = 0.0,
         *,
         magnitude_beta: float | None = None,
-        server: str = "feedback",
+        server: Server = "feedback",
         denominator_floor: float = 1.0,
-        draws: str = "stratified",
-        overflow: str | None = None,
+        draws: Draws = "stratified",
+        overflow: Overflow | None = None,
         seed: int = 0,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
@@ -112,7 +113,7 @@ class BinSGDM(OnebitOptimizer):
         force_compression: bool = False,
         bucket_mb: float | None = None,
         max_consecutive_skips: int = 100,
-        kernels: str = "auto",
+        kernels: Backend = "auto",
         timeout: float = 1800.0,
     ) -> None:
         check_choice("server", server, SERVERS)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_onebit._choices import Backend, Overlap, RefreshRule, StateDtype, TrustRatio, choices
 from lightning_onebit.comm import Bucket, Plan, share_values
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
@@ -22,7 +23,7 @@ from lightning_onebit.optim.rules import dense_lamb_, sum_in_order
 log = logging.getLogger("lightning_onebit")
 
 #: what trust_ratio may be, and the options that only "frozen" uses, with their defaults
-TRUST_RATIOS = ("followed", "frozen")
+TRUST_RATIOS = choices(TrustRatio)
 FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 
 #: with trust_ratio="followed", defaults of scale_factor and server_scale_factor, from so many workers (nodes) on: an average of two or
@@ -143,11 +144,11 @@ class OnebitLamb(CompressingAdam):
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        trust_ratio: str = "followed",
+        trust_ratio: TrustRatio = "followed",
         ratio_interval: int | None = None,
         scale_factor: float | None = None,
         server_scale_factor: float | None = None,
-        refresh_interval: int | str | None = None,
+        refresh_interval: int | RefreshRule | None = None,
         refresh_steps: int | None = None,
         bias_correction: bool = True,
         block_size: int = 2048,
@@ -157,11 +158,11 @@ class OnebitLamb(CompressingAdam):
         force_compression: bool = False,
         bucket_mb: float | None = None,
         max_consecutive_skips: int = 100,
-        kernels: str = "auto",
+        kernels: Backend = "auto",
         timeout: float = 1800.0,
-        overlap: str = "step",
-        residual_dtype: str = "float32",
-        denominator_dtype: str = "float32",
+        overlap: Overlap = "step",
+        residual_dtype: StateDtype = "float32",
+        denominator_dtype: StateDtype = "float32",
     ) -> None:
         check_number("max_coeff", max_coeff, above=0)
         check_number("min_coeff", min_coeff, least=0, most=max_coeff)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lightning_onebit._choices import Backend, Overlap, StateDtype, choices
 from lightning_onebit.comm import SimulatedGroup
 from lightning_onebit.kernels import BACKENDS
 
@@ -156,11 +157,11 @@ class CommonOptions:
     force_compression: bool = False
     bucket_mb: float | None = None
     max_consecutive_skips: int = 100
-    kernels: str = "auto"
+    kernels: Backend = "auto"
     timeout: float = 1800.0
-    overlap: str = "step"
-    residual_dtype: str = "float32"
-    denominator_dtype: str = "float32"
+    overlap: Overlap = "step"
+    residual_dtype: StateDtype = "float32"
+    denominator_dtype: StateDtype = "float32"
 
     def __post_init__(self) -> None:
         """Checks every option.
@@ -183,9 +184,9 @@ class CommonOptions:
         check_integer("max_consecutive_skips", self.max_consecutive_skips, least=0)
         check_choice("kernels", self.kernels, BACKENDS)
         check_number("timeout", self.timeout, above=0, most=LONGEST_WAIT)
-        check_choice("overlap", self.overlap, ("step", "backward"))
-        check_choice("residual_dtype", self.residual_dtype, ("float32", "bfloat16"))
-        check_choice("denominator_dtype", self.denominator_dtype, ("float32", "bfloat16"))
+        check_choice("overlap", self.overlap, choices(Overlap))
+        check_choice("residual_dtype", self.residual_dtype, choices(StateDtype))
+        check_choice("denominator_dtype", self.denominator_dtype, choices(StateDtype))
         if self.overlap == "backward" and self.max_grad_norm is not None:
             raise ValueError(
                 f"max_grad_norm={self.max_grad_norm} needs all gradients before the first is sent, overlap='backward' sends them as they "

@@ -9,6 +9,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar, Protocol
 
+from lightning_onebit._choices import LocalStepPolicy, choices
 from lightning_onebit.optim.options import check_integer
 
 # steps after which gaps between refreshes wait no longer for the learning rate (see VariancePolicy)
@@ -291,7 +292,7 @@ class LearningRatePolicy(_SyncBase):
         return min(self.clipper, 2 ** min(30, math.floor(math.log2(self.frozen_lr / lr) + 1e-9)))
 
 
-LOCAL_STEP_POLICIES = ("interval", "learning_rate")
+LOCAL_STEP_POLICIES = choices(LocalStepPolicy)
 
 
 def make_sync_policy(name: str, *, scaler: int, clipper: int) -> _SyncBase:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_onebit._choices import RefreshRule, choices
 from lightning_onebit.comm import Plan
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import Download
@@ -32,7 +33,7 @@ class RefreshingAdam(AdamMoments):
     def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
         interval, steps = settings["refresh_interval"], settings["refresh_steps"]
         if isinstance(interval, str):
-            check_choice("refresh_interval", interval, ("auto", "never"))
+            check_choice("refresh_interval", interval, choices(RefreshRule))
         else:
             check_integer("refresh_interval", interval, least=1)
         check_integer("refresh_steps", steps, least=1, optional=True)

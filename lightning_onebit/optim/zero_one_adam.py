@@ -11,6 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_onebit._choices import (
+    Automatic,
+    Backend,
+    LocalStepPolicy,
+    RefreshRule,
+    StateDtype,
+    VarianceDecay,
+    choices,
+)
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
@@ -23,7 +32,7 @@ from lightning_onebit.optim.refresh import RefreshingAdam
 
 log = logging.getLogger("lightning_onebit")
 
-VARIANCE_DECAYS = ("refresh", "step")
+VARIANCE_DECAYS = choices(VarianceDecay)
 #: refreshes of the variance after which steps are compressed by default, if it has not frozen before
 SETTLED_REFRESHES = 32
 
@@ -119,27 +128,27 @@ class ZeroOneAdam(RefreshingAdam):
         var_freeze_step: int | None = None,
         var_update_scaler: int = 16,
         var_rise_steps: int | None = None,
-        var_decay: str | None = None,
+        var_decay: VarianceDecay | None = None,
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
-        local_step_policy: str = "interval",
+        local_step_policy: LocalStepPolicy = "interval",
         bias_correction: bool = True,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
-        preconditioned: bool | str = "auto",
+        preconditioned: bool | Automatic = "auto",
         scale_factor: float | None = None,
         server_scale_factor: float | None = None,
-        refresh_interval: int | str = "auto",
+        refresh_interval: int | RefreshRule = "auto",
         refresh_steps: int | None = None,
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float | None = None,
         max_consecutive_skips: int = 100,
-        kernels: str = "auto",
+        kernels: Backend = "auto",
         timeout: float = 1800.0,
-        residual_dtype: str = "float32",
-        denominator_dtype: str = "float32",
+        residual_dtype: StateDtype = "float32",
+        denominator_dtype: StateDtype = "float32",
     ) -> None:
         check_integer("var_freeze_step", var_freeze_step, least=1, optional=True)
         check_integer("var_update_scaler", var_update_scaler, least=1)

@@ -1,0 +1,34 @@
+"""Options that have fixed values: a type for each, which LightningCLI's ``--help`` shows and checks, and the one list of its values."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeAlias, get_args
+
+AlgorithmName: TypeAlias = Literal["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm", "birder"]
+StartMethod: TypeAlias = Literal["popen", "spawn", "fork", "forkserver"]
+OtherOptimizers: TypeAlias = Literal["error", "dense"]
+
+Backend: TypeAlias = Literal["auto", "reference", "cpu", "cuda"]
+Overlap: TypeAlias = Literal["step", "backward"]
+StateDtype: TypeAlias = Literal["float32", "bfloat16"]
+Automatic: TypeAlias = Literal["auto"]
+RefreshRule: TypeAlias = Literal["auto", "never"]
+
+TrustRatio: TypeAlias = Literal["followed", "frozen"]
+
+LocalStepPolicy: TypeAlias = Literal["interval", "learning_rate"]
+VarianceDecay: TypeAlias = Literal["refresh", "step"]
+
+Server: TypeAlias = Literal["feedback", "random", "mean", "majority"]
+Draws: TypeAlias = Literal["stratified", "independent"]
+Overflow: TypeAlias = Literal["keep", "drop"]
+
+
+def choices(kind: Any) -> tuple[str, ...]:
+    """The values of one of these types.
+
+    Example:
+        >>> choices(Overlap)
+        ('step', 'backward')
+    """
+    return get_args(kind)
