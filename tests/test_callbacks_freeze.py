@@ -605,9 +605,10 @@ def test_a_run_resumed_past_a_smaller_step_freezes_before_its_next_step(said: li
 # ------------------------------------------------------------------------------------------- another state in mid-run
 
 
+@pytest.mark.parametrize("resets", [False, True])
 @pytest.mark.parametrize("options", [{"step": 5}, {"mode": "auto", "max_step": 5, "max_fraction": None}])
-def test_an_optimizer_that_starts_over_is_frozen_again(options: dict[str, Any], said: list[str]) -> None:
-    """The program loads the state that it kept from before the first step."""
+def test_an_optimizer_that_starts_over_is_frozen_again(options: dict[str, Any], resets: bool, said: list[str]) -> None:
+    """The program loads the state that it kept from before the first step, or calls ``reset_state()``."""
     optimizer = onebit_adam()
     first = copy.deepcopy(optimizer.state_dict())
     trainer, callback = FakeTrainer([optimizer]), VarianceFreezeMixin(**options)
@@ -615,7 +616,7 @@ def test_an_optimizer_that_starts_over_is_frozen_again(options: dict[str, Any], 
     phases = []
     for t in range(20):
         if t == 9:
-            optimizer.load_state_dict(first)
+            optimizer.reset_state() if resets else optimizer.load_state_dict(first)
         trainer.step()
         phases.append(optimizer.phase is Phase.WARMUP)
     assert phases == [True] * 4 + [False] * 5 + [True] * 4 + [False] * 7

@@ -723,7 +723,9 @@ class Cache:
     def says(self, version: str, otherwise: str) -> None:
         """What the compiler does when asked for its version, and when asked to write ``$out``."""
         find = 'while [ "$1" != -o ]; do shift; done; out=$2'
-        self.compiler.write_text(f'#!/bin/sh\n[ "$1" = --version ] && {{ {version or ":"}; exit; }}\n{find}\n{otherwise}\n')
+        self.compiler.write_text(
+            f'#!/bin/sh\n[ "$1" = --version ] && {{ {version or ":"}; exit; }}\n{find}\n{otherwise}\n'
+        )
         self.compiler.chmod(0o755)
 
     def load(self) -> str:
@@ -745,7 +747,9 @@ DAMAGES: dict[str, Callable[[Path, Path], object]] = {
     "one bit": lambda library, record: library.write_bytes(library.read_bytes()[:-1] + b"\1"),
     "without its record": lambda library, record: record.unlink(),
     "with an empty record": lambda library, record: record.write_bytes(b""),
-    "under another name": lambda library, record: record.write_bytes(record.read_bytes().replace(b"onebit_cpu", b"another")),
+    "under another name": lambda library, record: record.write_bytes(
+        record.read_bytes().replace(b"onebit_cpu", b"another")
+    ),
     "writable by the group": lambda library, record: library.chmod(0o620),
     "with a record writable by all": lambda library, record: record.chmod(0o602),
     "a symlink": lambda library, record: library.symlink_to(library.rename(library.with_name("elsewhere.so"))),
@@ -818,7 +822,11 @@ def test_a_compiler_with_any_bad_end_leaves_auto_with_the_reference(
 
 @pytest.mark.parametrize(
     ("chosen", "message"),
-    [('g++ "-DX=1', "No closing quotation"), ("/tmp", "CXX='/tmp' is not an executable"), ("/\udcff", "not an executable")],
+    [
+        ('g++ "-DX=1', "No closing quotation"),
+        ("/tmp", "CXX='/tmp' is not an executable"),
+        ("/\udcff", "not an executable"),
+    ],
     ids=["quote", "folder", "no text"],
 )
 def test_a_cxx_that_is_no_command_is_named_and_auto_goes_on(
@@ -852,7 +860,11 @@ def test_no_home_no_temporary_directory_no_room_and_no_lock_leave_auto_with_a_ba
         with cache.patch.context() as patch:
             patch.setattr(os, name, full)
             assert cache.load() == "reference"
-        assert "cannot be kept" in caplog.text and "No space left" in caplog.text and "LIGHTNING_ONEBIT_CACHE" in caplog.text
+        assert (
+            "cannot be kept" in caplog.text
+            and "No space left" in caplog.text
+            and "LIGHTNING_ONEBIT_CACHE" in caplog.text
+        )
         caplog.clear()
     with cache.patch.context() as patch:
         patch.setattr(cpu.tempfile, "mkstemp", full)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import logging
+import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +16,7 @@ from harness import run_ranks
 from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
-from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, ZeroOneAdam
+from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, Phase, ZeroOneAdam
 from lightning_onebit.optim.masters import Comparison
 
 STEPS = 12
@@ -198,6 +202,244 @@ def test_a_state_of_the_compressed_stage_without_a_parameter_that_has_made_steps
         optimizer.load_state_dict({**whole, "state": {}, "onebit": earlier})
     assert all(map(torch.equal, params, before)) and optimizer.steps == STEPS
     optimizer.load_state_dict(whole)
+
+
+# ----- optimizer.state --------------------------------------------------------------------------------------------------------------
+
+#: besides CROSSING: refreshes, both forms of the momentum, both trust ratios
+READ: dict[str, tuple[str, dict[str, Any]]] = {
+    **{algorithm: (algorithm, {}) for algorithm in CLASSES},
+    "refreshed": ("onebit_adam", {"refresh_interval": 3, "refresh_steps": 2}),
+    "published": ("onebit_adam", {"preconditioned": False}),
+    "frozen ratios": ("onebit_lamb", {"trust_ratio": "frozen"}),
+    "local, refreshed": ("zero_one_adam", {"refresh_interval": 4}),
+}
+
+
+@pytest.mark.parametrize("name", READ)
+def test_optimizer_state_reads_as_a_checkpoint_in_every_phase(name: str) -> None:
+    algorithm, options = READ[name]
+    params = [*small(), nn.Parameter(torch.ones(7, dtype=torch.bfloat16)), nn.Parameter(torch.ones(3))]
+    groups = [{"params": [*params[:1], *params[2:]]}, {"params": params[1:2], "compress": False}]
+    optimizer = build(algorithm, groups, force_compression=True, **options)
+    params = [p for group in groups for p in group["params"]]
+    assert len(optimizer.state) == 0 and list(optimizer.state) == [] and optimizer.state[params[0]] == {}
+    moments = {"momentum", "magnitude"} if algorithm == "binsgdm" else {"exp_avg", "exp_avg_sq"}
+    for t in range(STEPS):
+        fill(params[:-1], t)
+        optimizer.step()
+        saved = optimizer.state_dict()["state"]
+        assert list(optimizer.state) == params[:-1] and params[-1] not in optimizer.state
+        for i, (p, entry) in enumerate(optimizer.state.items()):
+            assert {"step", *moments} <= entry.keys() and entry is optimizer.state[p]
+            assert all(entry[key].shape == p.shape for key in moments) and entry["step"] == t + 1
+            for key in saved[i].keys() & entry.keys():
+                assert torch.equal(entry[key], saved[i][key]), key
+    with pytest.raises(KeyError):
+        optimizer.state[nn.Parameter(torch.ones(1))]
+
+
+def _write_a_copy(how: Callable[[Tensor], Any]) -> Callable[[Any, Any], None]:
+    def write(optimizer: Any, p: nn.Parameter) -> None:
+        how(optimizer.state[p]["exp_avg"])
+
+    return write
+
+
+WRITES: dict[str, Callable[[Any, Any], Any]] = {
+    "clear": lambda o, p: o.state.clear(),
+    "replace": lambda o, p: setattr(o, "state", collections.defaultdict(dict)),
+    "delete": lambda o, p: o.state.__delitem__(p),
+    "pop": lambda o, p: o.state.pop(p, None),
+    "assign": lambda o, p: o.state.__setitem__(p, {}),
+    "update": lambda o, p: o.state.update({p: {"step": torch.zeros(())}}),
+    "assign a key": lambda o, p: o.state[p].__setitem__("exp_avg", torch.zeros_like(p)),
+    "assign a new key": lambda o, p: o.state[p].__setitem__("mine", 1),
+    "clear an entry": lambda o, p: o.state[p].clear(),
+    "pop a key": lambda o, p: o.state[p].pop("exp_avg", None),
+    "zero_": _write_a_copy(lambda t: t.zero_()),
+    "fill elements": _write_a_copy(lambda t: t.__setitem__(0, 0.0)),
+    "foreach": _write_a_copy(lambda t: torch._foreach_mul_([t], 0.5)),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_a_write_into_optimizer_state_raises_before_anything_moves(how: str) -> None:
+    params = small()
+    optimizer = build("onebit_adam", params, force_compression=True)
+    for t in range(6):
+        fill(params, t)
+        optimizer.step()
+    before, state = [p.detach().clone() for p in params], optimizer.state_dict()["state"]
+    with pytest.raises(RuntimeError, match=r"optimizer\.state.*reset_state\(\)"):
+        WRITES[how](optimizer, params[0])
+        fill(params, 6)
+        optimizer.step()
+    assert optimizer.steps == 6 and all(map(torch.equal, params, before))
+    for key, value in state[0].items():
+        assert torch.equal(optimizer.state_dict()["state"][0][key], value)
+    optimizer.reset_state()
+    fill(params, 6)
+    optimizer.step()
+    assert optimizer.steps == 1
+
+
+def test_a_copy_that_is_held_for_long_is_watched_for_as_long() -> None:
+    params = small()
+    optimizer = build("onebit_adam", params, force_compression=True)
+    fill(params, 0)
+    optimizer.step()
+    held = optimizer.state[params[0]]["exp_avg"]
+    for t in range(3):
+        fill(params, t)
+        optimizer.step()
+    assert not torch.equal(optimizer.state[params[0]]["exp_avg"], held)
+    held.zero_()
+    with pytest.raises(RuntimeError, match=r"state\[parameter 0\]\['exp_avg'\] has been written to"):
+        optimizer.step()
+
+
+def test_moving_the_state_as_lightning_does_changes_nothing_and_keeps_no_copies() -> None:
+    from lightning.fabric.utilities.optimizer import _optimizer_to_device
+    from lightning.pytorch.core.optimizer import LightningOptimizer
+    from lightning_utilities.core.apply_func import apply_to_collection
+
+    params = small()
+    optimizer = build("onebit_adam", params, force_compression=True)
+    _optimizer_to_device(optimizer, torch.device("cpu"))
+    fill(params, 0)
+    optimizer.step()
+    given = weakref.ref(optimizer.state[params[0]]["exp_avg"])
+    _optimizer_to_device(optimizer, torch.device("cpu"))
+    for p, entry in optimizer.state.items():  # earlier releases, of other devices
+        optimizer.state[p] = apply_to_collection(entry, Tensor, torch.clone)
+    del entry
+    assert given() is None
+    wrapper: Any = LightningOptimizer(optimizer)
+    assert wrapper.state is optimizer.state
+    optimizer.state = optimizer.state
+    fill(params, 1)
+    optimizer.step()
+
+
+def test_copies_of_an_optimizer_have_no_state_and_torch_describes_it_as_ever() -> None:
+    params = small()
+    optimizer = build("onebit_adam", params, force_compression=True)
+    fill(params, 0)
+    optimizer.step()
+    for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert other.state == {} and len(other.param_groups) == 1
+        with pytest.raises(AttributeError, match="was copied or unpickled"):
+            other.step()
+    assert "lr: 0.01" in repr(optimizer) and "2 parameters of OnebitAdam" in repr(optimizer.state)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(4))]})
+    assert len(optimizer.state) == 2
+
+
+def test_a_plain_optimizer_in_whose_place_another_trains_shows_its_state() -> None:
+    from lightning_onebit.optim.convert import convert_adam, stand_down, stand_in
+
+    params = small()
+    plain = torch.optim.AdamW(params)
+    converted = convert_adam(plain, OnebitAdam, {"force_compression": True})
+    stand_in(plain, converted)
+    fill(params, 0)
+    converted.step()
+    assert torch.equal(plain.state[params[0]]["exp_avg"], converted.state[params[0]]["exp_avg"])
+    with pytest.raises(RuntimeError, match="reset_state"):
+        plain.state.clear()
+    stand_down(plain, converted)
+    plain.step()
+    assert plain.state[params[0]]["step"] == 1
+
+
+def test_torchs_checkpoint_functions_take_no_hidden_step(caplog: pytest.LogCaptureFixture) -> None:
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+
+    model, other = (nn.Linear(4, 3) for _ in range(2))
+    optimizer = build("onebit_adam", model.parameters(), force_compression=True)
+    before = [p.detach().clone() for p in model.parameters()]
+    assert get_optimizer_state_dict(model, optimizer)["state"] == {}
+    assert optimizer.steps == 0 and all(map(torch.equal, model.parameters(), before))
+    for t in range(6):
+        fill(list(model.parameters()), t)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = get_optimizer_state_dict(model, optimizer)
+    assert optimizer.steps == 6 and torch.equal(
+        state["state"]["weight"]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
+    resumed = build("onebit_adam", other.parameters(), force_compression=True)
+    set_optimizer_state_dict(other, resumed, copy.deepcopy(state))
+    assert resumed.steps == 6 and resumed.phase is Phase.COMPRESSED  # (by freeze_step)
+    torch.testing.assert_close(resumed.state[other.weight]["exp_avg_sq"], optimizer.state[model.weight]["exp_avg_sq"])
+    by_hand = OnebitAdam(other.parameters(), force_compression=True)
+    with caplog.at_level(logging.WARNING, logger="lightning_onebit"):
+        set_optimizer_state_dict(other, by_hand, copy.deepcopy(state))
+    assert by_hand.phase is Phase.WARMUP and "has lost its entry 'onebit'" in caplog.text
+
+
+def started_over(group: Any, rank: int, world: int, algorithm: str, dtype: torch.dtype) -> Any:
+    """A run that starts over, and a new optimizer that begins with its weights."""
+    params = small(dtype)
+    optimizer = build(algorithm, params, group)
+    for t in range(STEPS):
+        fill(params, t, rank)
+        optimizer.step()
+    if algorithm == "zero_one_adam":
+        assert optimizer.mid_local, "this is what the test is about"
+    optimizer.reset_state()
+    kept = [p.detach().clone() for p in params]
+    assert optimizer.steps == 0 and len(optimizer.state) == 0
+    others = [nn.Parameter(p.detach().clone()) for p in params]
+    other = build(algorithm, others, group)
+    for t in range(STEPS):
+        for ps, o in ((params, optimizer), (others, other)):
+            fill(ps, 50 + t, rank)
+            o.step()
+    for o in (optimizer, other):
+        o.synchronise()
+    return kept, [p.detach() for p in params], [p.detach() for p in others], optimizer.phase
+
+
+@pytest.mark.parametrize("algorithm", CLASSES)
+def test_reset_state_starts_over_as_a_new_optimizer_would(algorithm: str) -> None:
+    results = run_world(started_over, 2, algorithm, torch.float32)
+    for kept, again, anew, phase in results:
+        assert all(map(torch.equal, again, anew)) and phase is not Phase.WARMUP
+        assert all(map(torch.equal, kept, results[0][0])) and all(map(torch.equal, again, results[0][1]))
+
+
+def test_reset_state_keeps_the_last_bits_of_16_bit_weights() -> None:
+    params = small(torch.bfloat16)
+    optimizer = build("onebit_adam", params, force_compression=True)
+    for t in range(6):
+        fill(params, t)
+        optimizer.step()
+    masters = [optimizer._masters[i].clone() for i in range(2)]
+    assert not torch.equal(masters[0].bfloat16().float(), masters[0])
+    optimizer.reset_state()
+    assert all(torch.equal(optimizer._masters[i], master) for i, master in enumerate(masters))
+
+
+def test_reset_state_of_some_parameters_is_what_adamw_without_their_state_does() -> None:
+    ours, theirs = small(), small()
+    optimizer = OnebitAdam(ours, lr=0.01, force_compression=True)
+    adamw = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.0)
+    for t in range(8):
+        for params, stepped in ((ours, optimizer), (theirs, adamw)):
+            fill(params, t)
+            stepped.step()
+        if t == 4:
+            optimizer.reset_state([ours[1]])
+            adamw.state.pop(theirs[1])
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
+    optimizer.freeze()
+    with pytest.raises(RuntimeError, match=r"parameter 1 is exchanged in one bit.*reset_state\(\) without parameters"):
+        optimizer.reset_state([ours[1]])
+    with pytest.raises(ValueError, match="not a parameter of this optimizer"):
+        optimizer.reset_state([theirs[0]])
 
 
 # ----- gradients that are averaged already ------------------------------------------------------------------------------------------

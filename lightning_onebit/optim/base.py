@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import logging
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -195,6 +196,7 @@ class OnebitOptimizer(StatefulOptimizer):
         if self._session is not None:
             raise RuntimeError(f"{name}.thaw(): an exchange is under way; call it between step() and the next backward")
         self._phase, self._decision = Phase.WARMUP, None
+        self._state_shown.renew()
         if self._plan is None:
             return
         self._hold_momentum_flat()
@@ -202,6 +204,59 @@ class OnebitOptimizer(StatefulOptimizer):
         self._worker_residual = self._server_residual = None
         self._remove_landing_hooks()
         self._renew_reducer()
+
+    @torch.inference_mode(False)  # as in freeze()
+    @torch.no_grad()
+    def reset_state(self, params: Iterable[Tensor] | None = None) -> None:
+        """Starts moments over, as they were before the first step; weights stay as they are.
+
+        Call it on all ranks, between ``step()`` and the next backward. Without ``params`` all of the state starts over: moments, step
+        counts, residuals, and the phase, so a dense warm-up follows if the algorithm has one (``VarianceFreeze`` ends it as it ended
+        the first). 0/1 Adam synchronises first. The ledger and the count of skipped steps go on, and hooks of
+        ``register_load_state_dict_post_hook`` are told.
+
+        Args:
+            params: parameters whose moments and step counts alone start over; everything else goes on.
+
+        Raises:
+            ValueError: one of ``params`` is not a parameter of this optimizer.
+            RuntimeError: some of ``params`` are exchanged in one bit with frozen second moments, which could not learn again.
+
+        Example:
+            >>> optimizer.reset_state()
+        """
+        self._state_shown.forget()
+        self.synchronise()
+        if params is not None:
+            self._reset_some(list(params))
+            return
+        books = {"known": self._known(), "skipped": self._skipped, "ledger": self.ledger.as_dict()}
+        masters = {i: {"step": torch.zeros(()), "master": self._shared_master(i)} for i in self._masters}
+        first = copy.deepcopy(self._first_books or self._books())
+        self.load_state_dict({"state": masters, "param_groups": self._packed_groups(), "onebit": {**first, **books}})
+
+    def _reset_some(self, params: list[Tensor]) -> None:
+        places = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
+        if any(id(p) not in places for p in params):
+            raise ValueError("reset_state(): one of the tensors given is not a parameter of this optimizer")
+        known = set(self._known())
+        indices = [i for p in params if (i := places[id(p)]) in known]
+        frozen = [i for i in indices if i not in self._dense_state and not self._learns_again]
+        if frozen:
+            raise RuntimeError(
+                f"reset_state(): {self.name_of(frozen[0])} is exchanged in one bit, and its second moments have frozen in phase "
+                f"{self._phase.value!r}; call reset_state() without parameters, or reset it before the freeze"
+            )
+        for i in indices:
+            for name in self._arenas():
+                self._moment(name, i).zero_()
+            self._t[i] = 0
+        self._lookups = Lookups()
+
+    @property
+    def _learns_again(self) -> bool:
+        """Whether all that is known of a parameter's gradients is in moments that go on learning."""
+        return self._worker_residual is None and self._phase is Phase.WARMUP
 
     @property
     def mid_local(self) -> bool:
@@ -215,6 +270,7 @@ class OnebitOptimizer(StatefulOptimizer):
             FloatingPointError: the last step's exchange was not finite (said here on CUDA, where a step does not wait to know).
         """
         self._settle_doubt()
+        self._state_shown.renew()
 
     def configure_communication(
         self,
@@ -464,6 +520,7 @@ class OnebitOptimizer(StatefulOptimizer):
             CollectiveTimeout: a rank did not join in time.
         """
         loss = None
+        self._state_shown.check()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
@@ -951,6 +1008,7 @@ class OnebitOptimizer(StatefulOptimizer):
     def _freeze_now(self) -> None:
         self._phase = Phase.COMPRESSED
         self._decision = None
+        self._state_shown.renew()
         if self.compresses and self._plan is not None:
             self._start_compression()
 

@@ -420,6 +420,14 @@ class BinSGDM(OnebitOptimizer):
         start = bucket.first_block * bucket.block_size // share
         return self._flat[name][start : start + bucket.elements // share]
 
+    def _shown_part(self, name: str, slot: int) -> Tensor | None:
+        """See the base: this rank's own; of a hierarchical exchange it has but some blocks."""
+        return super()._shown_part(name, slot) if self._laid_out_for[1] == 1 else None
+
+    @property
+    def _learns_again(self) -> bool:
+        return self._laid_out_for[1] == 1
+
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
     def _saved_arenas(self) -> Iterator[tuple[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MethodType
 from typing import Any
@@ -71,7 +72,7 @@ def convert_adam(
     # The defaults are what a group added later inherits.
     defaults = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
     converted = target([{**group, "params": list(group["params"])} for group in groups], **defaults, **options)
-    if optimizer.state:
+    if len(optimizer.state):
         converted.load_state_dict(optimizer.state_dict())
     for name in _HOOKS:
         if hasattr(optimizer, name):
@@ -101,6 +102,7 @@ def stand_in(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
             {name: group[name] for name in own if name in group} for group in plain.param_groups
         ]
     plain.param_groups = converted.param_groups
+    plain.state = converted.state
     plain.add_param_group = converted.add_param_group  # type: ignore[method-assign]
     name = type(converted).__name__
 
@@ -129,6 +131,7 @@ def stand_down(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None
         {**plain.defaults, **mine, **group, "params": list(group["params"])}
         for mine, group in zip(own, groups, strict=False)
     ]
+    plain.state = defaultdict(dict)
     for name in ("step", "add_param_group"):
         vars(plain).pop(name, None)
 

@@ -296,6 +296,13 @@ class OnebitLamb(CompressingAdam):
         self._scalars["coefficient"][index] = coeffs
         self._forget(index)
 
+    def _reset_some(self, params: list[Tensor]) -> None:
+        super()._reset_some(params)
+        index = torch.tensor([t == 0 for t in self._t], device=self._device)
+        for name, value in _SCALARS.items():
+            if name in self._scalars:
+                self._scalars[name][index] = value
+
     def _forget(self, index: Tensor) -> None:
         """Makes the next compressed step of some parameters the first in which they are measured."""
         for name, value in _MEASURED.items():

@@ -204,6 +204,29 @@ class AdamMoments(OnebitOptimizer):
         if "v" not in self._flat:
             yield "exp_avg_sq", self._second_moments(r, fp32_zeros_like(r))
 
+    def _shown(self, index: int) -> dict[str, Tensor]:
+        """See the base; as a checkpoint has it, ``exp_avg_sq`` with the floor of the denominators in it once they are used."""
+        moments = super()._shown(index)
+        if "r" not in self._flat or index in self._dense_state:
+            return moments
+        p, slot = self._params[index], self._slot_of[index]
+        r = self._part(self._flat["r"], slot)
+        memory_order(moments["exp_avg"]).masked_fill_(r == 0, 0.0)
+        if "v" in self._flat:
+            v = memory_order(moments["exp_avg_sq"])
+            floor_second_moment_(v, phi=self.settings["denominator_floor"])
+        else:
+            correction = self._second_correction(index)
+            v = second_moment_from_reciprocal(r, eps=self._group(index)["eps"], correction=correction)
+            moments["exp_avg_sq"] = v.as_strided(p.shape, p.stride())
+        if "v" not in self._flat or index in self._variance_steps:
+            v.mul_(self._age(index))
+        return moments
+
+    def _reset_some(self, params: list[Tensor]) -> None:
+        super()._reset_some(params)
+        self._variance_steps = {i: k for i, k in self._variance_steps.items() if self._t[i]}
+
     def _settled(self, v: Tensor) -> Tensor:
         """Second moments (flat over all blocks, in place) with the floor of their denominators in them, as if updated at every step."""
         self._floored(v)

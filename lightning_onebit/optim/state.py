@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections import OrderedDict
 from collections.abc import Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from lightning_onebit.comm import Bucket
+from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.arena import ArenaOptimizer, Phase
 from lightning_onebit.optim.masters import adopted
+from lightning_onebit.optim.options import CommonOptions
 from lightning_onebit.optim.redistribute import remedy
+from lightning_onebit.optim.shown_state import ShownState
+
+log = logging.getLogger("lightning_onebit")
 
 STATE_VERSION = 1
 # options that torch.optim.Adam(W) keeps in its groups and that mean nothing here
@@ -33,10 +41,10 @@ _HOW_NOT_WHAT = _TORCH_ADAM_OPTIONS - {"amsgrad", "maximize"}
 
 @contextlib.contextmanager
 def _without_hooks(optimizer: torch.optim.Optimizer, *names: str) -> Iterator[None]:
-    """Within it torch finds no hooks of these kinds: it would run them before what is kept outside of it is there."""
-    hooks = {name: getattr(optimizer, name) for name in names}
+    """Within it torch finds no state, and no hooks of these kinds: it would run them before what is kept outside of it is there."""
+    hooks = {name: vars(optimizer)[name] for name in (*names, "_state_shown")}
     # the very dicts come back: handles of the user's remove hooks from them
-    vars(optimizer).update({name: OrderedDict() for name in names})
+    vars(optimizer).update({name: OrderedDict() for name in hooks})
     try:
         yield
     finally:
@@ -50,6 +58,31 @@ class StatefulOptimizer(ArenaOptimizer):
     _reads_plain_adam: ClassVar[bool] = True
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
+
+    def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
+        # books from before the first step, or the first load
+        self._first_books: dict[str, Any] | None = None
+        super().__init__(params, defaults, options, settings)
+        self._state_shown = ShownState(self)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """Per parameter ``step``, ``exp_avg`` and ``exp_avg_sq``, as ``torch.optim.AdamW`` has them, to be read.
+
+        Values are copies. Writing raises: at once, or in the next step where a copy has been written to. `reset_state` starts
+        moments over, `load_state_dict` sets them.
+        """
+        shown = getattr(self, "_state_shown", None)
+        # torch's own while it makes the optimizer, and of copies
+        return vars(self).setdefault("state", {}) if shown is None else shown
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        shown = getattr(self, "_state_shown", None)
+        if shown is None:
+            vars(self)["state"] = state
+        else:
+            shown.replace(state)
 
     if not TYPE_CHECKING:
 
@@ -113,6 +146,44 @@ class StatefulOptimizer(ArenaOptimizer):
         Saving changes no master: weights that are shown for a moment (averages of them) may be saved, too.
         """
         return adopted(self._params[index].detach(), self._masters[index])
+
+    def _shown(self, index: int) -> dict[str, Tensor]:
+        """Copies of what ``optimizer.state`` shows of a parameter that has made steps."""
+        moments = {"step": torch.tensor(float(self._t[index]), dtype=torch.float32)}
+        for key, name in self._replicated.items():
+            if index in self._dense_state:
+                if name in self._dense_state[index]:
+                    moments[key] = self._dense_state[index][name].clone()
+            elif (part := self._shown_part(name, self._slot_of[index])) is not None:
+                p = self._params[index]
+                moments[key] = part.as_strided(p.shape, p.stride())
+        return moments
+
+    def _shown_part(self, name: str, slot: int) -> Tensor | None:
+        """A copy of a parameter's part of an arena, 1-D in memory order; None if there is none."""
+        if name in self._flat:
+            return self._part(self._flat[name], slot).clone()
+        if name != "m" or not self._momentum:
+            return None
+        part = torch.empty(self._params[self._slots[slot]].numel(), dtype=torch.float32, device=self._device)
+        for bucket, span in self._known_plan().spans_of(slot):
+            whole = self._state_shown.scratch(bucket.index, partial(self._whole_momentum, bucket))
+            start = span.block * bucket.block_size
+            part[span.start : span.start + span.numel] = whole[start : start + span.numel]
+        return part
+
+    def _whole_momentum(self, bucket: Bucket) -> Tensor:
+        """The momentum of a bucket, an fp32 flat over its blocks."""
+        held, flat = (
+            self._momentum[bucket.index],
+            torch.empty(bucket.elements, dtype=torch.float32, device=self._device),
+        )
+        if isinstance(held, Packed):
+            self._kernels.unpack(held, bucket.lengths, flat)
+        else:
+            flat.copy_(held)
+        self._from_exchanged(flat, bucket.first_block * bucket.block_size)
+        return flat
 
     @property
     def converts_residuals(self) -> bool:
@@ -306,6 +377,7 @@ class StatefulOptimizer(ArenaOptimizer):
     def _unpack_state(self, state_dict: dict[str, Any]) -> None:
         """``load_state_dict()`` without the hooks."""
         books = state_dict.get("onebit")
+        self._first_books = self._first_books or self._books()
         self._check_books(books)
         self._check_groups(state_dict["param_groups"])
         order = [i for g in state_dict["param_groups"] for i in g["params"]]
@@ -313,6 +385,7 @@ class StatefulOptimizer(ArenaOptimizer):
         self._check_saved(saved)
         self._check_complete(saved, books)
         self._abandon_step()
+        self._state_shown.forget()
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         with _without_hooks(self, "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})
@@ -346,8 +419,28 @@ class StatefulOptimizer(ArenaOptimizer):
                 ):
                     self._moment(name, i).copy_(state[key])
         self._load_phase(Phase(books["phase"]) if books else Phase.WARMUP, books or {}, saved)
+        if (
+            not books
+            and self._phase is Phase.WARMUP
+            and any("reciprocal_denominator" in state for state in saved.values())
+        ):
+            log.warning(
+                "the optimizer state has lost its entry 'onebit' (torch.distributed.checkpoint.state_dict keeps 'state' and 'param_groups' "
+                "alone), so %s goes on in the warm-up; keep optimizer.state_dict()['onebit'] beside it, and add it before loading",
+                type(self).__name__,
+            )
         if self._transport is not None:
             self._transport.step = self._steps + 1
+
+    def _build(self, *, connect: bool = True, newcomers: bool = True) -> None:
+        self._first_books = self._first_books or self._books()
+        super()._build(connect=connect, newcomers=newcomers)
+
+    def _packed_groups(self) -> list[dict[str, Any]]:
+        """Parameter groups as in a state, with indices for parameters."""
+        with _without_hooks(self, "_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks"):
+            groups: list[dict[str, Any]] = super().state_dict()["param_groups"]
+        return groups
 
     def _abandon_step(self) -> None:
         """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""

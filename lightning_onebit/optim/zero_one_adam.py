@@ -344,6 +344,7 @@ class ZeroOneAdam(RefreshingAdam):
             self._hold_momentum_flat()  # in the units in which it has travelled so far
         self._phase = Phase.LOCAL
         self._decision = None
+        self._state_shown.renew()
         self.sync_policy.start(self._steps, self._schedule_lr())
         if self.compresses and self._plan is not None:
             self._start_compression()
