@@ -536,10 +536,6 @@ def frozen_worker(rank: int, world: int, run: Run) -> Any:
         optimizer.step()
     assert optimizer.ledger.last is not None
     result = {**state_of(optimizer, params), "bytes": optimizer.ledger.last.dense_bytes}
-    params[0].requires_grad_(True)
-    run.put(params, run.steps, rank)
-    with pytest.raises(RuntimeError, match="parameter 0 became trainable in phase 'compressed'"):
-        optimizer.step()
     return result
 
 
@@ -1143,18 +1139,15 @@ def late_group_worker(rank: int, world: int, run: Run, given: dict[str, Any]) ->
     optimizer = OnebitAdam(params[:4], **run.options)
     for t in range(run.steps):
         if t == 6:
-            with pytest.raises(RuntimeError, match=r"add_param_group\(\): in phase 'compressed'"):
-                optimizer.add_param_group({"params": params[4:], "compress": True})
-            assert len(optimizer.param_groups) == 1
             optimizer.add_param_group({"params": params[4:], **given})
-            assert optimizer.param_groups[1]["compress"] is False
         run.put(params, t, rank)
         optimizer.step()
     return {**state_of(optimizer, params), "records": []}
 
 
 @pytest.mark.parametrize("given", [{"compress": False}, {}], ids=str)
-def test_a_group_that_is_added_after_the_freeze_is_dense(given: dict[str, Any]) -> None:
+def test_a_group_that_is_added_after_the_freeze_is_dense_at_first(given: dict[str, Any]) -> None:
+    """Those that are to be compressed for as many steps as the run has taken (see test_late_gradients)."""
     run = Run(12, {"freeze_step": 4, "block_size": 32}, shapes=SMALL, missing=frozenset((t, -1, 4) for t in range(6)))
     results = run_ranks(late_group_worker, 2, run, given)
     assert_follows(results, run, run.oracle(2, slice(0, 4)), only=slice(0, 4))

@@ -1,6 +1,6 @@
 """Communication: buckets, the two-phase exchange, dense averaging and the byte ledger."""
 
-from lightning_onebit.comm.buckets import Bucket, Plan, Span, is_dense, memory_order, plan_buckets
+from lightning_onebit.comm.buckets import Bucket, Plan, Span, extended_plan, is_dense, memory_order, plan_buckets
 from lightning_onebit.comm.control import (
     Control,
     PlanMismatch,
@@ -44,6 +44,7 @@ __all__ = [
     "disconnect",
     "distributed_world",
     "exchange_collectives",
+    "extended_plan",
     "handshake",
     "is_dense",
     "mean_in_order",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -194,3 +194,19 @@ def plan_buckets(
     if spans:
         close()
     return Plan(tuple(buckets), block_size, first_block, tuple(starts))
+
+
+def extended_plan(plan: Plan, more: Plan) -> Plan:
+    """``plan`` with the buckets of ``more`` behind its own, for the parameters after its own: nothing that lies in it moves."""
+    known, first = len(plan.starts), len(plan.buckets)
+    buckets = [
+        replace(
+            bucket,
+            index=first + bucket.index,
+            first_block=plan.blocks + bucket.first_block,
+            spans=tuple(replace(span, param=known + span.param) for span in bucket.spans),
+        )
+        for bucket in more.buckets
+    ]
+    starts = [plan.elements + start for start in more.starts]
+    return Plan((*plan.buckets, *buckets), plan.block_size, plan.blocks + more.blocks, (*plan.starts, *starts))

@@ -5,7 +5,6 @@ No algorithm and no step lives here; ``base`` adds the step that all share, ``st
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
@@ -24,6 +23,7 @@ from lightning_onebit.comm import (
     Reducer,
     Topology,
     Transport,
+    extended_plan,
     handshake,
     is_dense,
     memory_order,
@@ -34,8 +34,6 @@ from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.masters import Comparison, adopt_
 from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number, refuse_ignored
-
-log = logging.getLogger("lightning_onebit")
 
 # lanes of the dense reducer: parameters in the block plan, and those of compress=False groups
 PLAN_LANE, DENSE_LANE = 0, 1
@@ -138,6 +136,12 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._slots: list[int] = []
         self._slot_of: dict[int, int] = {}
         self._dense: list[int] = []
+        # how many slots have been dealt blocks together: at first, and at the end of the plan each time others joined after the freeze
+        self._segments: list[int] = []
+        # parameters in the plan that nothing is known of yet; and those that are averaged densely until their second moments have
+        # learned: after which of their own steps that begins and may end (see ``late``)
+        self._cold: set[int] = set()
+        self._late: dict[int, tuple[int, int]] = {}
         # dtype, shape and strides of the known ones
         self._forms: list[tuple[int, Form]] = []
         self._wire_bytes = 0
@@ -188,23 +192,12 @@ class ArenaOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; ``compress=False`` in it keeps its parameters densely averaged for ever.
 
-        So do those that join after the freeze, where the second moments of compressed ones can no longer be learned.
+        Those of other groups that join after the freeze are averaged densely until their second moments have learned.
 
         Raises:
-            RuntimeError: a group with ``compress=True`` is added after the freeze.
             TypeError: complex, sparse or non-floating parameters.
             ValueError: options out of range, parameters on several devices.
         """
-        if self._plan is not None and not self._takes_new_parameters() and param_group.get("compress", True):
-            reason = (
-                f"in phase {self._phase.value!r} second moments of new compressed parameters can no longer be learned"
-            )
-            if "compress" in param_group:
-                raise RuntimeError(
-                    f"add_param_group(): {reason}; add the group before the freeze, or with compress=False"
-                )
-            log.warning("add_param_group(): %s, so the new group is averaged densely (compress=False)", reason)
-            param_group = {**param_group, "compress": False}
         super().add_param_group(param_group)
         try:
             group = self.param_groups[-1]
@@ -248,7 +241,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         return ("m", "v")
 
     def _takes_new_parameters(self) -> bool:
-        """Whether parameters may still join the block plan: their second moments must be learned before the freeze."""
+        """Whether all blocks may be dealt anew for parameters that join; others are given blocks behind those there are."""
         return self._phase is Phase.WARMUP
 
     def _may_be_dense(self) -> bool:
@@ -391,14 +384,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             return
         self._check_parameter_list()
         known = set(self._slots) | set(self._dense)
-        fresh = [i for i, p in enumerate(self._params) if p.requires_grad and i not in known]
-        if fresh:
-            late = [i for i in fresh if self.param_groups[self._group_of[i]]["compress"]]
-            if late and not self._takes_new_parameters():
-                raise RuntimeError(
-                    f"{self.name_of(late[0])} became trainable in phase {self._phase.value!r}: its second moments can no longer "
-                    "be learned; unfreeze it before the freeze, or put it into a group with compress=False"
-                )
+        if any(p.requires_grad and i not in known for i, p in enumerate(self._params)):
             self._build()
         elif self._transport is None:
             self._reconnect()
@@ -417,7 +403,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
         Args:
             connect: False leaves the handshake to the first step (loading a checkpoint is no collective).
-            newcomers: False lays out what is known already; who else is trainable joins, or is refused by name, in the next step.
+            newcomers: False lays out what is known already; who else is trainable joins in the next step.
         """
         fixed = self._plan is not None and not self._takes_new_parameters()
         if fixed and not self._in_its_world():
@@ -426,9 +412,12 @@ class ArenaOptimizer(torch.optim.Optimizer):
         stays = self._plan_stays(newcomers)
         known = self._known() if self._plan is not None else []
         kept = {id(self._params[i]): self._state_of(i, dealt_anew=not stays) for i in known}
-        self._index(newcomers and not fixed, newcomers)
+        if not stays and self._plan is not None:
+            self._segments = []
+        self._index(newcomers, in_order=stays or self._plan is None)
         if stays:
             self._layout_dense(kept)
+            self._append()
         else:
             self._layout(kept)
         if connect:
@@ -442,7 +431,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         return self._laid_out_for == (ranks.size, ranks.ranks_per_node)
 
     def _plan_stays(self, newcomers: bool = True) -> bool:
-        """Whether blocks, and all that lies in them, stay as they are: nobody (of ``newcomers``) joins who is to be compressed."""
+        """Whether blocks, and all that lies in them, stay as they are: nobody (of ``newcomers``) joins who is to be among them."""
         if self._plan is None or not self._takes_new_parameters():
             return self._plan is not None
         known = {id(self._params[i]) for i in self._slots}
@@ -450,8 +439,11 @@ class ArenaOptimizer(torch.optim.Optimizer):
         joins = newcomers and any(p.requires_grad and id(p) not in known for p in compressed)
         return not joins and self._in_its_world() and all(b.device == self._device for b in self._buckets())
 
-    def _index(self, newcomers: bool, dense_newcomers: bool) -> None:
-        """Numbers the parameters and deals them to the plan (``_slots``) and to dense averaging, newcomers to either if they may join."""
+    def _index(self, newcomers: bool, *, in_order: bool) -> None:
+        """Numbers the parameters and deals them to the plan (``_slots``) and to dense averaging, newcomers too if they may join.
+
+        ``in_order``: slots that there are keep their numbers.
+        """
         known = {id(self._params[i]) for i in self._known()}
         self._check_parameters([p for group in self.param_groups for p in group["params"] if id(p) not in known])
         counts = {id(p): t for p, t in zip(self._params, self._t, strict=True)}
@@ -459,19 +451,14 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         self._compressed_groups = [group["compress"] for group in self.param_groups]
         self._t = [counts.get(id(p), 0) for p in self._params]
-        trainable = [i for i, p in enumerate(self._params) if p.requires_grad or id(p) in known]
-        self._slots = [
-            i
-            for i in trainable
-            if self.param_groups[self._group_of[i]]["compress"] and (newcomers or id(self._params[i]) in known)
+        takes_part = [
+            i for i, p in enumerate(self._params) if id(p) in known or (newcomers and p.requires_grad)
         ]
+        compressed = [i for i in takes_part if self._group(i)["compress"]]
+        order = {i: slot for slot, i in enumerate(self._slots)} if in_order else {}
+        self._slots = sorted(compressed, key=lambda i: (order.get(i, len(order)), i))
         self._slot_of = {i: slot for slot, i in enumerate(self._slots)}
-        self._dense = [
-            i
-            for i in trainable
-            if not self.param_groups[self._group_of[i]]["compress"]
-            and (dense_newcomers or id(self._params[i]) in known)
-        ]
+        self._dense = [i for i in takes_part if not self._group(i)["compress"]]
         self._wire_bytes = sum(self._params[i].numel() * self._params[i].element_size() for i in self._known())
         self._bound, self._members, self._lookups = {}, {}, Lookups()
         known_now = ((i, self._params[i]) for i in self._known())
@@ -481,16 +468,51 @@ class ArenaOptimizer(torch.optim.Optimizer):
         ranks = self._ranks()
         self._laid_out_for = (ranks.size, ranks.ranks_per_node)
         self._kernels = get_backend(self.options.kernels, self._device)
-        self._plan = plan_buckets(
-            [self._params[i].numel() for i in self._slots],
-            block_size=self.options.block_size,
-            world_size=ranks.size,
-            bucket_elements=int(self.bucket_mb * 2**20 / 4),
-            device=self._device,
-        )
+        if not self._segments or sum(self._segments) != len(self._slots):
+            self._segments = [len(self._slots)]
+        self._plan = self._deal(self._slots[: self._segments[0]])
+        first = self._segments[0]
+        for count in self._segments[1:]:
+            self._plan = extended_plan(self._plan, self._deal(self._slots[first : first + count]))
+            first += count
         size = self._plan.elements
         self._flat = {name: torch.zeros(size, dtype=torch.float32, device=self._device) for name in self._arenas()}
         self._layout_dense(kept)
+
+    def _deal(self, indices: Sequence[int]) -> Plan:
+        """Blocks and buckets of some parameters, as if there were no others."""
+        return plan_buckets(
+            [self._params[i].numel() for i in indices],
+            block_size=self.options.block_size,
+            world_size=self._ranks().size,
+            bucket_elements=int(self.bucket_mb * 2**20 / 4),
+            device=self._device,
+        )
+
+    def _append(self) -> None:
+        """Deals blocks behind those there are to slots that have none yet; nothing of the others moves."""
+        joined = self._slots[sum(self._segments) :]
+        if not joined:
+            return
+        before = self._known_plan()
+        plan = self._plan = extended_plan(before, self._deal(joined))
+        self._segments.append(len(joined))
+        for name, flat in self._flat.items():
+            self._flat[name] = torch.cat([flat, flat.new_zeros(plan.elements - before.elements)])
+        if "m" not in self._flat:
+            more = plan.buckets[len(before.buckets) :]
+            self._momentum += [torch.zeros(b.elements, dtype=torch.float32, device=self._device) for b in more]
+        if self._worker_residual is not None and self._server_residual is not None:
+            ranks, blocks = self._ranks(), plan.blocks - before.blocks
+            self._worker_residual = self._longer(self._worker_residual, blocks // ranks.ranks_per_node)
+            self._server_residual = self._longer(self._server_residual, blocks // ranks.size)
+
+    def _longer(self, residual: Residual, blocks: int) -> Residual:
+        """A residual with so many blocks of zeros behind its own."""
+        values = residual.values
+        owed = None if residual.owed is None else torch.cat([residual.owed, residual.owed.new_zeros(blocks)])
+        more = values.new_zeros(blocks * self.options.block_size)
+        return Residual(torch.cat([values, more]), owed, residual.settle)
 
     def _packed_state(self) -> dict[str, Any]:
         """``state_dict()``, of which no hook is told."""
@@ -504,7 +526,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         """State that is kept by parameter: moments of dense groups and master weights; then all state there was."""
         names = self._arenas()
         self._dense_state = {
-            i: {name: torch.zeros_like(self._params[i], dtype=torch.float32) for name in names} for i in self._dense
+            i: {name: torch.zeros_like(self._params[i], dtype=torch.float32) for name in names}
+            for i in (*self._dense, *self._late)
         }
         self._masters = {
             i: kept.get(id(self._params[i]), {}).get("master", self._params[i].detach().float())
@@ -591,7 +614,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         return self._known_plan().buckets
 
     def _moment(self, name: str, index: int) -> Tensor:
-        """State of a parameter with its shape and strides; a view of an arena for compressed groups."""
+        """State of a parameter with its shape and strides; a view of an arena for what is compressed."""
         if index in self._dense_state:
             return self._dense_state[index][name]
         return self._known_plan().view(self._flat[name], self._slot_of[index], self._params[index])
@@ -704,7 +727,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
         if known is not None:
             return known
         members = self._members_of(bucket)
-        grads = [p.grad for p in members.params]
+        late = self._late
+        grads = [None if i in late else p.grad for i, p in zip(members.indices, members.params, strict=True)]
         for k in members.special:
             p, grad, span = members.params[k], grads[k], bucket.spans[k]
             if grad is None:

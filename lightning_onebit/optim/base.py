@@ -534,20 +534,24 @@ class OnebitOptimizer(StatefulOptimizer):
         self._trusted = self._scales_tell and not dense and self.options.max_consecutive_skips == 0
         already_clipped = self._verdict is not None and self._clipped
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
-        self._active = list(verdict.present)
+        self._active = list(verdict.present[: len(self._params)])
         self._end_adopting()
         if verdict.finite:
             self._clip(verdict, already_clipped)
+            self._hear(verdict)
             if dense:
                 self._step_dense([i for i in self._known() if self._active[i]])
             else:
                 self._note_alike(verdict.alike)
+                late = self._average_late(verdict)
                 self._step_compressed()
+                self._step_late(late)
             self._skips_in_a_row = 0
             self._steps += 1
         self._close_step(dense, skipped=not verdict.finite)
         if verdict.finite:
             self._advance()
+            self._take_in_learned()
         else:
             self._note_skip()
         return loss
@@ -611,7 +615,7 @@ class OnebitOptimizer(StatefulOptimizer):
                 "fabric.backward(loss, model=model). Add up the losses of one step, or let all backwards but the last only accumulate "
                 "(toggle_model(sync_grad=False), fabric.no_backward_sync(model)); or use overlap='step'"
             )
-        trains = [self._params[i].requires_grad for i in self._slots]
+        trains = [self._params[i].requires_grad and i not in self._late for i in self._slots]
         hooked = {slot for slot, trained in enumerate(trains) if trained}
         if not hooked <= self._hooked:  # some were frozen when the others were given theirs
             self._remove_landing_hooks()
@@ -622,13 +626,14 @@ class OnebitOptimizer(StatefulOptimizer):
             self._remove_landing, self._hooked = remove_with(self, hooks), hooked
         self._early_buckets = [b for b in self._buckets() if any(trains[slot] for slot in b.params)]
         self._owed = [sum(trains[slot] for slot in b.params) for b in self._early_buckets]
-        self._active = [p.requires_grad for p in self._params]
+        self._active = [p.requires_grad and i not in self._late for i, p in enumerate(self._params)]
         self._grad_scale = 1.0
-        # frozen for a while, beside others: they stay as they are
+        # frozen for a while, beside others: they stay as they are; so do those that may turn out to be late
+        known = [trained and i not in self._cold for i, trained in zip(self._slots, trains, strict=True)]
         self._protected = {
-            b.index: _Protected(self, b, trains)
+            b.index: _Protected(self, b, known)
             for b in self._early_buckets
-            if not all(trains[slot] for slot in b.params)
+            if not all(known[slot] for slot in b.params)
         }
         self._lookups = Lookups()
         self._arrived, self._launched, self._landed = [], 0, set()
@@ -647,7 +652,7 @@ class OnebitOptimizer(StatefulOptimizer):
 
     @torch.no_grad()
     def _gradient_landed(self, slot: int) -> None:
-        if self._session is None:
+        if self._session is None or self._slots[slot] in self._late:
             return
         if any(slot in bucket.params for bucket in self._early_buckets[: self._launched]):
             raise RuntimeError(
@@ -678,7 +683,6 @@ class OnebitOptimizer(StatefulOptimizer):
         assert session is not None
         self._launch_rest(session)
         session.finish()
-        self._count(i for i in self._slots if self._active[i])
         arrived, self._arrived, self._session = self._arrived, [], None
         if (bad := self._non_finite(arrived)) is not None:
             raise FloatingPointError(
@@ -687,15 +691,21 @@ class OnebitOptimizer(StatefulOptimizer):
                 "cannot be skipped; resume from the last checkpoint with overlap='step'"
             )
         self._trusted = True  # the scales have told of what was compressed
-        dense = self._judge(norm=False) if self._dense and self._reducer is not None else None
+        asks = (self._dense and self._reducer is not None) or self._late or self._unheard()
+        dense = self._judge(norm=False) if asks else None
         self._trusted = False
         if dense is not None and not dense.finite:
             raise FloatingPointError(
-                f"step {self._steps + 1}: a gradient of a compress=False group was not finite on at least one rank. With "
+                f"step {self._steps + 1}: a gradient that is averaged densely was not finite on at least one rank. With "
                 "overlap='backward' the others have been sent, so the step cannot be skipped; resume from the last checkpoint "
                 "with overlap='step'"
             )
+        late: list[int] = []
+        if dense is not None:
+            self._hear(dense)
+            late = self._average_late(dense)
         self._end_adopting()
+        self._count(i for i in self._slots if self._active[i])
         with self.ledger.compressing():
             for bucket, gathered in arrived:
                 self.finish(bucket, gathered)
@@ -703,10 +713,12 @@ class OnebitOptimizer(StatefulOptimizer):
         self._arrived, self._protected = [], {}
         self._publish([i for i in self._slots if self._active[i]])
         self._step_dense([i for i in self._dense if dense is None or dense.present[i]])
+        self._step_late(late)
         self._skips_in_a_row = 0
         self._steps += 1
         self._close_step(False, skipped=False)
         self._advance()
+        self._take_in_learned()
         return loss
 
     def _non_finite(self, arrived: Sequence[tuple[Bucket, Tensor]]) -> Bucket | None:
@@ -821,12 +833,14 @@ class OnebitOptimizer(StatefulOptimizer):
         local = [i for i in self._known() if params[i].grad is not None]
         shared = set(self._averaged()) if self._reducer is not None else set()
         self._trusted = self._trusted and not norm
-        own = [params[i].grad for i in local if i not in shared and not (self._trusted and i in self._slot_of)]
+        exchanged = self._slot_of.keys() - self._cold - self._late.keys() if self._trusted else ()
+        own = [params[i].grad for i in local if i not in shared and i not in exchanged]
         common = [params[i].grad for i in local if i in shared]
         squares, bad = self._kernels.grad_stats([g for g in own if g is not None]).tolist() if own else (0.0, 0)
         bad += not bool(averaged)
         if self._averaged_elsewhere and common:
             bad += self._kernels.grad_stats([g for g in common if g is not None])[1].item()
+        present += self._not_zero(self._unheard())
         if ranks.size > 1 and not self.next_step_is_dense:
             assert self._transport is not None
             control = control_round(self._transport, squares, int(bad), present, self._device)
@@ -954,6 +968,39 @@ class OnebitOptimizer(StatefulOptimizer):
         if guard is not None:
             guard.restore()
         self._momentum[bucket.index] = packed if guard is None else guard.merged(packed)
+
+    # ----- parameters whose first gradient comes late (see ``late``) ----------------------------------------------------
+
+    def _unheard(self) -> list[int]:
+        """Parameters of which all ranks want to know when one of them has a gradient that is not zero."""
+        return []
+
+    def _not_zero(self, indices: Sequence[int]) -> list[bool]:
+        """Which of them have a gradient on this rank that is not zero everywhere."""
+        grads = {i: grad for i in indices if (grad := self._params[i].grad) is not None}
+        if not grads:
+            return [False] * len(indices)
+        seen = dict(zip(grads, torch.stack([grad.any() for grad in grads.values()]).tolist(), strict=True))
+        return [seen.get(i, False) for i in indices]
+
+    def _hear(self, verdict: Control) -> None:
+        """Takes note, on all ranks alike, of the first gradients of parameters that had none so far."""
+        heard = verdict.present[len(self._params) :]
+        if any(heard):
+            self._first_gradients([i for i, here in zip(self._unheard(), heard, strict=True) if here])
+
+    def _first_gradients(self, indices: list[int]) -> None:
+        """Called before the step in which parameters have their first gradient."""
+
+    def _average_late(self, verdict: Control) -> list[int]:
+        """Averages the gradients of late parameters, which take no part in the exchange of this step; returns those that have one."""
+        return []
+
+    def _step_late(self, members: list[int]) -> None:
+        """Steps late parameters on averaged gradients."""
+
+    def _take_in_learned(self) -> None:
+        """Called after every real step: late parameters that have learned enough join the exchange."""
 
     # ----- what an algorithm fills in ---------------------------------------------------------------------------------
 

@@ -210,6 +210,7 @@ class BinSGDM(OnebitOptimizer):
                 self._exchange.run(self._buckets(), self)
             finally:
                 self._merging = False
+            self._cold = self._never_live()
         mean_of = self._ranks().nodes if self.settings["server"] == "mean" else None
         for index, words in self._drawn.items():
             bucket = self._buckets()[index]
@@ -223,6 +224,23 @@ class BinSGDM(OnebitOptimizer):
                 self._by_block("lr", bucket, lambda i: -self._group(i)["lr"]),
             )
         self._drawn = {}
+
+    def _never_live(self) -> set[int]:
+        """Parameters of which no coordinate has had a gradient, by the bitmap."""
+        plan = self._known_plan()
+        live = [(words != 0).any(1) for words in self._live]
+        if not live or not self.compresses:
+            return set()
+        owners = set(plan.block_param[torch.cat(live)].tolist())
+        return {i for slot, i in enumerate(self._slots) if slot not in owners and self._params[i].numel()}
+
+    def _unheard(self) -> list[int]:
+        return sorted(self._cold)
+
+    def _first_gradients(self, indices: list[int]) -> None:
+        """See the base: the bitmap is merged in this step, for the next merge by the schedule may be far."""
+        self._cold -= set(indices)
+        self._merge_due = True
 
     # ----- codec ------------------------------------------------------------------------------------------------------
 
@@ -458,6 +476,7 @@ class BinSGDM(OnebitOptimizer):
             if "live" in state and i in self._slot_of:
                 self._known_plan().view(flat, self._slot_of[i], self._params[i]).copy_(state["live"])
         self._set_live(flat)
+        self._cold = self._never_live() if self._steps else set()
         if self._transport is not None:
             self._renew_reducer()
 

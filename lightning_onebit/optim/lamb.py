@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit._choices import Backend, Overlap, RefreshRule, StateDtype, TrustRatio, choices
-from lightning_onebit.comm import Bucket, Plan, share_values
+from lightning_onebit.comm import Bucket, Plan, memory_order, share_values
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer, check_number
 from lightning_onebit.optim.refresh import CompressingAdam
-from lightning_onebit.optim.rules import dense_lamb_, sum_in_order
+from lightning_onebit.optim.rules import dense_lamb_, floor_second_moment_, sum_in_order
 
 log = logging.getLogger("lightning_onebit")
 
@@ -201,8 +201,8 @@ class OnebitLamb(CompressingAdam):
         # by bucket, between the two passes of a step: partial norms, and the result where the momentum is kept unpacked
         self._partials: dict[int, Tensor] = {}
         self._exchanged: dict[int, Packed] = {}
-        # of a plan: blocks of all slots together, and of each in block order
-        self._lengths_of: tuple[Plan, int, Tensor] | None = None
+        # of a plan: runs of blocks (of a slot each, or padding), and where the runs of all slots are among them
+        self._lengths_of: tuple[Plan, Tensor, Tensor] | None = None
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -326,8 +326,29 @@ class OnebitLamb(CompressingAdam):
         self._floored(fresh)
         super()._enter_compressed()
         self._flat["fresh"] = fresh
-        average, slots = self._scalars["coeff_average"], upload(self._slots, self._device, torch.int64)
-        average[slots] = torch.where(average[slots] == 0, 1.0, average[slots])
+        self._default_ratios([i for i in self._slots if i not in self._late])
+
+    def _default_ratios(self, indices: Sequence[int]) -> None:
+        """1 where every trust ratio so far was exactly 1, or there was none."""
+        average, index = self._scalars["coeff_average"], upload(indices, self._device, torch.int64)
+        average[index] = torch.where(average[index] == 0, 1.0, average[index])
+
+    def _append(self) -> None:
+        first = sum(self._segments)
+        super()._append()
+        if "fresh" in self._flat:
+            self._default_ratios(self._slots[first:])
+
+    def _first_gradients(self, indices: list[int]) -> None:
+        super()._first_gradients(indices)
+        self._scalars["coeff_average"][upload(indices, self._device, torch.int64)] = 0.0
+
+    def _take_in(self, index: int, state: dict[str, Tensor]) -> None:
+        if "fresh" in self._flat:
+            fresh = self._part(self._flat["fresh"], self._slot_of[index])
+            floor_second_moment_(fresh.copy_(memory_order(state["v"])), phi=self.settings["denominator_floor"])
+            self._default_ratios([index])
+        super()._take_in(index, state)
 
     def _leave_compressed(self) -> None:
         super()._leave_compressed()
@@ -541,11 +562,17 @@ class OnebitLamb(CompressingAdam):
         """Reduces what blocks have (``(blocks, k)``) to what slots have (``(slots, k)``), blocks taken in order."""
         plan = self._known_plan()
         if self._lengths_of is None or self._lengths_of[0] is not plan:
-            # blocks lie in reverse parameter order, and padding blocks come last
-            counts = [-(-self._params[i].numel() // plan.block_size) for i in reversed(self._slots)]
-            self._lengths_of = plan, sum(counts), upload(counts, self._device)
-        _, count, lengths = self._lengths_of
-        return torch.segment_reduce(rows[:count], reduction, lengths=lengths, initial=0.0, unsafe=True).flip(0)
+            # blocks of a segment lie in reverse order of its slots, and padding blocks come last
+            counts: list[int] = []
+            places: list[int] = []
+            for size in self._segments:
+                slots = self._slots[len(places) : len(places) + size]
+                places += reversed(range(len(counts), len(counts) + size))
+                blocks = [-(-self._params[i].numel() // plan.block_size) for i in reversed(slots)]
+                counts += [*blocks, -sum(blocks) % self._ranks().size]
+            self._lengths_of = plan, upload(counts, self._device), upload(places, self._device)
+        _, lengths, where = self._lengths_of
+        return torch.segment_reduce(rows, reduction, lengths=lengths, initial=0.0, unsafe=True)[where]
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 

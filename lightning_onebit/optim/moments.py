@@ -127,12 +127,17 @@ class AdamMoments(OnebitOptimizer):
     def _enter_compressed(self) -> None:
         """Inverts the denominators once; v gives its memory to them where they are fp32 too."""
         v = self._flat.pop("v")
-        for i in self._slots:
-            self._variance_steps.setdefault(i, self._t[i])
+        self._count_variance_steps()
         r = self._flat["r"] = (
             v if self._reciprocal_dtype is v.dtype else torch.zeros_like(v, dtype=self._reciprocal_dtype)
         )
         self._invert(v, r)
+
+    def _count_variance_steps(self) -> None:
+        """Keeps how many updates second moments have had that freeze now."""
+        for i in self._slots:
+            if i not in self._late:
+                self._variance_steps.setdefault(i, self._t[i])
 
     def _leave_compressed(self) -> None:
         r = self._flat.pop("r", None)
@@ -153,14 +158,22 @@ class AdamMoments(OnebitOptimizer):
             self._invert_slot(slot, v, out)
 
     def _invert_slot(self, slot: int, v: Tensor, out: Tensor) -> None:
+        self._invert_part(slot, self._part(v, slot), self._part(out, slot))
+
+    def _invert_part(self, slot: int, v: Tensor, out: Tensor) -> None:
+        """Reciprocal denominators of one parameter (1-D); takes note of those whose second moments are all 0."""
         i = self._slots[slot]
-        reciprocal_denominator_(
-            self._part(v, slot),
-            self._part(out, slot),
+        known = reciprocal_denominator_(
+            v,
+            out,
             phi=self.settings["denominator_floor"],
             eps=self._group(i)["eps"],
             correction=self._second_correction(i),
         )
+        if known or i in self._late or not v.numel():
+            self._cold.discard(i)
+        else:
+            self._cold.add(i)
 
     def _floored(self, v: Tensor) -> None:
         """Applies the denominator rule's floor to second moments (flat over all blocks) in place."""
@@ -281,6 +294,8 @@ class AdamMoments(OnebitOptimizer):
         if "r" not in self._flat:
             return
         self._load_arena(self._flat["r"], "reciprocal_denominator", saved)
+        # (moments that are made of denominators may be 0 to rounding)
+        self._cold = {i for i in self._cold if not bool(self._part(self._flat["r"], self._slot_of[i]).any())}
         if not self._preconditioned:
             return
         m = fp32_zeros_like(self._flat["r"])
@@ -302,6 +317,6 @@ class AdamMoments(OnebitOptimizer):
     def _load_arena(self, flat: Tensor, key: str, saved: dict[int, dict[str, Tensor]]) -> None:
         """Copies per-parameter tensors of a checkpoint, where there are any, into a flat over all blocks."""
         for i, state in saved.items():
-            if key in state and i in self._slot_of:
+            if key in state and i in self._slot_of and i not in self._late:
                 like = torch.empty_like(self._params[i], dtype=torch.float32).copy_(state[key])
                 self._part(flat, self._slot_of[i]).copy_(memory_order(like))

@@ -1,7 +1,7 @@
 """State that differs by rank, cut anew for another number of ranks, other nodes or other buckets.
 
-Blocks of all parameters in a row are the same vector whatever the layout (only the padding at its end differs), and a rank's
-flat tensor holds a run of it per bucket::
+Blocks of all parameters in a row are the same vector whatever the layout (only the padding differs, at its end, and where parameters
+joined after the freeze behind those before), and a rank's flat tensor holds a run of it per bucket::
 
     worker residual     the rank's shard of every bucket (all of it when flat); one copy per node
     server residual     the rank's chunk of every bucket; one copy in all
@@ -10,6 +10,7 @@ flat tensor holds a run of it per bucket::
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,10 @@ def remedy(algorithm: str, key: str, saved: Any) -> str:
     if key == "preconditioned" and algorithm == "onebit_lamb":
         key, saved = "trust_ratio", "followed" if saved else "frozen"
     return f"; continue with {key}={saved!r}" if key in ("block_size", "preconditioned", "trust_ratio") else ""
+
+
+# where a segment (blocks that were dealt together) begins, at the latest, among all blocks in a row
+_SEGMENT = 1 << 48
 
 
 class _Run(NamedTuple):
@@ -85,7 +90,7 @@ class Redistribution:
         """
         if self._converts and not theirs.get("preconditioned", False):
             self._mine.pop("preconditioned", None)  # what result() says is how it was saved
-        for key in ("algorithm", "steps", "block_size", "numels", "strides", "preconditioned"):
+        for key in ("algorithm", "steps", "block_size", "numels", "segments", "strides", "preconditioned"):
             saved, wanted = theirs.get(key, False), self._mine.get(key, False)
             if saved != wanted:
                 raise ValueError(
@@ -134,11 +139,22 @@ def _runs(layout: Mapping[str, Any], kind: str) -> list[_Run]:
         _SERVER: (size, chunk_order(size, size_per_node)[rank]),
         _WHOLE: (1, 0),
     }[kind]
-    runs, first = [], 0
+    runs, first, left = [], 0, _blocks_by_segment(layout)
     for blocks in layout["bucket_blocks"]:
         runs.append(_Run(first + part * (blocks // parts), blocks // parts))
-        first += blocks
+        first, left[0] = first + blocks, left[0] - blocks
+        if left[0] <= 0:
+            # the padding at its end depends on the layout
+            first = (first // _SEGMENT + 1) * _SEGMENT
+            left = left[1:] or [0]
     return runs
+
+
+def _blocks_by_segment(layout: Mapping[str, Any]) -> list[int]:
+    """Blocks of the parameters of each segment, without padding; segments without any are left out."""
+    blocks = [-(-numel // layout["block_size"]) for numel in layout["numels"]]
+    ends = list(accumulate(layout.get("segments", [len(blocks)])))
+    return [total for start, end in pairwise([0, *ends]) if (total := sum(blocks[start:end]))] or [0]
 
 
 def _add_blocks(

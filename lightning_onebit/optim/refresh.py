@@ -13,7 +13,7 @@ from lightning_onebit.comm import Plan
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.arena import Phase
-from lightning_onebit.optim.moments import AdamMoments
+from lightning_onebit.optim.late import LateParameters
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
 from lightning_onebit.optim.policies import ShrinkPolicy
 from lightning_onebit.optim.rules import fp32_zeros_like
@@ -22,9 +22,11 @@ log = logging.getLogger("lightning_onebit")
 
 #: dense steps of a refresh where nothing else is said
 REFRESH_STEPS = 4
+#: a refresh for a parameter whose first gradient comes late leaves so many steps, for each dense one, to the compressed ones before it
+LEAST_BETWEEN = 4
 
 
-class RefreshingAdam(AdamMoments):
+class RefreshingAdam(LateParameters):
     """Base of the optimizers whose frozen second moments are refreshed; see ``OnebitAdam`` for the options.
 
     What makes ``refresh_interval="auto"`` begin one is in ``_watch``: here that exchanged momenta have shrunk.
@@ -49,6 +51,8 @@ class RefreshingAdam(AdamMoments):
         self._shrinking = ShrinkPolicy()
         self._energy: Download | None = None
         self._begun_after: int | None = None
+        # the step after which one is due because a parameter had its first gradient late, which changes what the others are given
+        self._wanted: int | None = None
         self._lengths: tuple[Plan, Tensor] | None = None  # of all blocks of a plan, fp64
         # by bucket: the momentum before a refresh that is one step long
         self._momentum_before: list[Tensor | Packed] = []
@@ -81,12 +85,18 @@ class RefreshingAdam(AdamMoments):
         """Whether a refresh has begun and not ended."""
         return "v" in self._flat and "r" in self._flat
 
+    def _may_take_in(self) -> bool:
+        return not self._refreshing
+
     def _refresh(self, members: list[int]) -> None:
         """A dense step of a refresh: momenta meet, second moments learn, and weights move by the denominators there are."""
         if "v" not in self._flat:
             if self.settings["refresh_steps"] == 1:
                 self._momentum_before = self._momentum
             self._hold_momentum_flat()
+            if self._wanted is not None and self._steps >= self._wanted:
+                self._step_late(self._wake(members))
+                members = [i for i in members if i not in self._late]
             r = self._flat["r"]
             self._flat["v"] = self._second_moments(r, fp32_zeros_like(r), aged=False)
         interval = self._interval
@@ -110,6 +120,7 @@ class RefreshingAdam(AdamMoments):
         interval = self._interval
         if interval is None:
             self._watch()
+            self._begin_wanted()
         elif self._unrefreshed >= interval + self.settings["refresh_steps"]:
             learned = self._learned
             self._end_refresh()
@@ -133,6 +144,27 @@ class RefreshingAdam(AdamMoments):
                 *(self._unrefreshed, self.settings["refresh_steps"]),
             )
 
+    def _first_gradients(self, indices: list[int]) -> None:
+        """See the base; a refresh follows once those have moved a little."""
+        super()._first_gradients(indices)
+        self._want(self._steps + (self.settings["refresh_steps"] or 0))
+
+    def _take_in(self, index: int, state: dict[str, Tensor]) -> None:
+        """See the base; a refresh follows."""
+        super()._take_in(index, state)
+        self._want(self._steps)
+
+    def _want(self, step: int) -> None:
+        if self.settings["refresh_interval"] == "auto" and self._phase is not Phase.WARMUP:
+            self._wanted = step
+
+    def _begin_wanted(self) -> None:
+        """Begins a refresh that is due for a late parameter, unless the last one has ended just now."""
+        if self._wanted is None or self._steps < self._wanted or self._begun_after is not None:
+            return
+        if self._unrefreshed >= LEAST_BETWEEN * self.settings["refresh_steps"]:
+            self._begun_after = self._unrefreshed + self.mid_local
+
     def _exchanged_energy(self) -> Tensor | None:
         """Sum of squares of the momentum as it came out of the last step's exchange, fp64 0-d; None if there was no exchange."""
         buckets = self._buckets()
@@ -151,7 +183,7 @@ class RefreshingAdam(AdamMoments):
     def _restore_momentum(self, learned: set[int]) -> None:
         """Gives who had no gradient in a refresh of one step its momentum back, which its change of form and back has rounded."""
         before, self._momentum_before = self._momentum_before, []
-        idle = torch.tensor([i not in learned for i in self._slots], device=self._device)
+        idle = torch.tensor([i not in learned and i not in self._late for i in self._slots], device=self._device)
         for bucket, held in zip(self._buckets(), before, strict=False):
             mask = idle[bucket.block_param]
             now = self._momentum[bucket.index]
@@ -171,6 +203,8 @@ class RefreshingAdam(AdamMoments):
                 self._invert_slot(self._slot_of[i], v, self._flat["r"])
         self._unrefreshed, self._learned = 0, set()
         self._shrinking, self._energy, self._begun_after = ShrinkPolicy(), None, None
+        if self._wanted is not None and self._steps >= self._wanted:
+            self._wanted = None
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -187,6 +221,7 @@ class RefreshingAdam(AdamMoments):
                 **self._shrinking.state_dict(),
                 "energy": None if self._energy is None else self._energy.read(),
                 "begun_after": self._begun_after,
+                **({} if self._wanted is None else {"wanted": self._wanted}),
             }
         return books
 
@@ -195,7 +230,7 @@ class RefreshingAdam(AdamMoments):
         refreshing = chosen != "never" and bool(books.get("refreshing", False))
         self._learned = set(books["learned"]) if refreshing else set()
         self._unrefreshed = 0 if chosen == "never" else books.get("unrefreshed", 0)
-        self._shrinking, self._energy, self._begun_after = ShrinkPolicy(), None, None
+        self._shrinking, self._energy, self._begun_after, self._wanted = ShrinkPolicy(), None, None, None
         if chosen == "auto":
             self._load_shrinking(books.get("shrinking"), refreshing)
         elif chosen != "never":
@@ -216,7 +251,7 @@ class RefreshingAdam(AdamMoments):
             self._begun_after = self._unrefreshed - 1 if refreshing else None
             return
         self._shrinking.load_state_dict(saved)
-        self._begun_after = saved["begun_after"]
+        self._begun_after, self._wanted = saved["begun_after"], saved.get("wanted")
         if saved["energy"] is not None:
             self._energy = Download(torch.tensor(saved["energy"], dtype=torch.float64))
 
@@ -231,12 +266,14 @@ class CompressingAdam(RefreshingAdam):
         return super()._may_be_dense() or self.settings["refresh_interval"] != "never"
 
     def _step_dense(self, active: list[int]) -> None:
-        refreshes = self.compresses and self._refresh_due()
-        if refreshes:
+        planned: set[int] = set()
+        if self.compresses and self._refresh_due():
+            planned = self._slot_of.keys() - self._late.keys()
             # begins even where no parameter has a gradient in its first step: the count of its steps has begun
-            self._refresh([i for i in active if i in self._slot_of])
-        super()._step_dense([i for i in active if not refreshes or i not in self._slot_of])
+            self._refresh([i for i in active if i in planned])
+        super()._step_dense([i for i in active if i not in planned])
 
     def _leave_compressed(self) -> None:
         self._end_refresh()
+        self._wanted = None
         super()._leave_compressed()

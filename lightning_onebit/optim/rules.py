@@ -91,7 +91,7 @@ def second_moment_floor(v: Tensor, phi: float) -> tuple[Tensor, Tensor]:
     return w.float(), (w * (phi * phi)).float()
 
 
-def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, correction: float) -> None:
+def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, correction: float) -> bool:
     """``out = 1 / (sqrt(vd / correction) + eps)`` with cold and nearly cold coordinates bounded.
 
     It is 0 where the whole tensor is cold. ``vd_j = w if v_j == 0 else max(v_j, phi^2 w)``, ``w`` the mean of the
@@ -104,16 +104,20 @@ def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, c
         phi: the optimizer's ``denominator_floor``.
         eps: the optimizer's ``eps``.
         correction: ``1 - b2**k`` with bias correction, 1 without.
+
+    Returns:
+        Whether any second moment is not 0.
     """
     w, floor = second_moment_floor(v, phi)
     if not bool(w > 0):
         out.zero_()
-        return
+        return False
     scale = upload([correction], v.device, torch.float32)
     for start in range(0, v.numel(), _CHUNK):
         piece = v[start : start + _CHUNK]
         vd = torch.where(piece == 0, w, torch.maximum(piece, floor))
         out[start : start + _CHUNK] = torch.reciprocal(vd.div_(scale).sqrt_().add_(eps))
+    return True
 
 
 def fp32_zeros_like(r: Tensor) -> Tensor:

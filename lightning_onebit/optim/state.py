@@ -128,7 +128,9 @@ class StatefulOptimizer(ArenaOptimizer):
                 view = self._plan.view(values, slot, self._params[i])
                 per_param[i][name] = torch.empty_like(view).copy_(view)
             del values
-        for i in self._dense:
+        # what arenas have of late ones is nothing yet
+        per_param |= {i: {} for i in self._late}
+        for i in (*self._dense, *self._late):
             for key, name in self._replicated.items():
                 if name in self._dense_state[i]:
                     per_param[i][key] = self._dense_state[i][name].clone()
@@ -212,6 +214,8 @@ class StatefulOptimizer(ArenaOptimizer):
             "block_size": self.options.block_size,
             "numels": [self._params[i].numel() for i in self._slots],
             # blocks are cut in memory order
+            # blocks of those who joined after the freeze lie behind the others'
+            **({"segments": list(self._segments)} if len(self._segments) > 1 else {}),
             "strides": [
                 [stride for stride, size in zip(p.stride(), p.shape, strict=True) if size != 1]
                 for p in (self._params[i] for i in self._slots)
@@ -231,7 +235,7 @@ class StatefulOptimizer(ArenaOptimizer):
         mine = self._rank_layout()
         keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "preconditioned"]
         if state["tensors"]:  # before its first step an optimizer has no blocks, and nothing to load
-            keys += ["numels", "strides", "bucket_blocks"]
+            keys += ["numels", "segments", "strides", "bucket_blocks"]
         for key in keys:
             theirs, ours = state.get(key, False), mine.get(key, False)
             if theirs != ours:
@@ -263,6 +267,8 @@ class StatefulOptimizer(ArenaOptimizer):
                 yield key, self._flat[name]
 
     def _books(self) -> dict[str, Any]:
+        slots = iter(self._slots)
+        segments = [[next(slots) for _ in range(count)] for count in self._segments]
         return {
             "version": STATE_VERSION,
             "algorithm": self.algorithm,
@@ -274,6 +280,9 @@ class StatefulOptimizer(ArenaOptimizer):
             # the state of one that has never had a gradient is not saved, but blocks are dealt to it
             "known": self._known(),
             "stepped": [i for i in self._known() if self._t[i] > 0],
+            # in the order of their blocks, where some have joined after the freeze
+            **({"segments": segments} if len(segments) > 1 else {}),
+            **({"late": dict(self._late)} if self._late else {}),
         }
 
     def _check_books(self, books: dict[str, Any] | None) -> None:
@@ -303,7 +312,8 @@ class StatefulOptimizer(ArenaOptimizer):
                 f"optimizer state has phase {books['phase']!r}, and {name} knows {phases}; load a complete state_dict()"
             )
         count = sum(len(group["params"]) for group in self.param_groups)
-        if strange := [i for i in books.get("known", ()) if i not in range(count)]:
+        joined = [i for segment in books.get("segments", ()) for i in segment]
+        if strange := [i for i in (*books.get("known", ()), *joined, *books.get("late", ())) if i not in range(count)]:
             raise ValueError(
                 f"optimizer state knows parameter {strange[0]}, this optimizer has {count}; load a complete state_dict() of {name}"
             )
@@ -400,7 +410,13 @@ class StatefulOptimizer(ArenaOptimizer):
         self._params = [p for group in self.param_groups for p in group["params"]]
         self._t = [0] * len(self._params)
         # what the checkpoint knows is laid out, trainable now or not; _index() deals it to the plan and the dense groups
-        self._slots, self._dense = sorted({*saved, *(books or {}).get("known", ())}), []
+        segments = (books or {}).get("segments", [])
+        known = dict.fromkeys([i for segment in segments for i in segment])
+        self._slots, self._dense = list(known | dict.fromkeys(sorted({*saved, *(books or {}).get("known", ())}))), []
+        self._segments = [len(segment) for segment in segments]
+        # (where a rank is alone, all steps are dense)
+        late = (books or {}).get("late", {}) if self.compresses else {}
+        self._cold, self._late = set(), {i: (begun, ends) for i, (begun, ends) in late.items()}
         self._build(connect=False, newcomers="known" not in (books or {}))
         steps = [int(s["step"]) for s in saved.values()]
         self._steps = books["steps"] if books else max(steps, default=0)

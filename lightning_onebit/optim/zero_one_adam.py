@@ -382,7 +382,7 @@ class ZeroOneAdam(RefreshingAdam):
             self.variance_policy.note(self._steps + 1, self._schedule_lr())
             return
         step = self._steps + 1
-        planned = [i for i in active if i in self._slot_of]
+        planned = [i for i in active if i in self._slot_of and i not in self._late]
         if self._refresh_due():
             for name in ("u", "anchor"):  # replicas are equal
                 self._flat.pop(name, None)
@@ -396,13 +396,13 @@ class ZeroOneAdam(RefreshingAdam):
                 self._refreshed(planned, step)
             else:
                 self._step_without_variance(planned)
-        super()._step_dense([i for i in active if i not in self._slot_of])
+        super()._step_dense([i for i in active if i not in self._slot_of or i in self._late])
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
         """Adam, except that denominators obey the floor once m holds compression noise."""
         # (a world of one rank may hold residuals for a later, larger one: it has no denominators to invert)
         used = self._worker_residual is not None and "r" in self._flat
-        noisy = [i for i in members if i in self._slot_of and used]
+        noisy = [i for i in members if i in self._slot_of and i not in self._late and used]
         super()._dense_update(group, [i for i in members if i not in noisy])
         gap = self._steps + 1 - self.variance_policy.last_step if self.settings["var_decay"] == "step" else 1
         for i in noisy:
@@ -435,8 +435,7 @@ class ZeroOneAdam(RefreshingAdam):
         """Allocates what one-bit rounds need: residuals and reciprocal denominators."""
         if "r" not in self._flat:
             self._flat["r"] = torch.zeros_like(self._flat["v"], dtype=self._reciprocal_dtype)
-            for i in self._slots:
-                self._variance_steps.setdefault(i, self._t[i])
+            self._count_variance_steps()
             self._invert(self._flat["v"], self._flat["r"])
         self._allocate_residuals()
 
@@ -452,7 +451,7 @@ class ZeroOneAdam(RefreshingAdam):
         elif self.mid_local and not self._in_its_world():
             self._drop_local_progress()
         super()._build(connect=connect, newcomers=newcomers)
-        if before is not None and len(self._slots) > before:
+        if before is not None and len(self._slots) > before and self._phase is Phase.WARMUP:
             # the next refresh there would have been may lie behind the freeze
             self.variance_policy.join(self._steps + 1)
 
@@ -476,6 +475,33 @@ class ZeroOneAdam(RefreshingAdam):
                 self.algorithm,
             )
             self._prepare_one_bit()
+
+    # ----- parameters whose first gradient comes late -----------------------------------------------------------------
+
+    def _append(self) -> None:
+        first = sum(self._segments)
+        super()._append()
+        self._travelled += [0.0] * (len(self._slots) - first)
+        self._units += [0.0] * (len(self._slots) - first)
+        self._anchor_late(self._slots[first:])
+
+    def _first_gradients(self, indices: list[int]) -> None:
+        super()._first_gradients(indices)
+        for i in indices:
+            self._travelled[self._slot_of[i]] = 0.0  # with gradients of 0, nowhere
+
+    def _step_late(self, members: list[int]) -> None:
+        super()._step_late(members)
+        self._anchor_late(members)
+
+    def _anchor_late(self, indices: list[int]) -> None:
+        """What all ranks have alike belongs to the shared model at once."""
+        if self._anchored and "anchor" in self._flat:
+            for i in indices:
+                self._known_plan().view(self._flat["anchor"], self._slot_of[i], self._params[i]).copy_(self._weight(i))
+
+    def _may_take_in(self) -> bool:
+        return super()._may_take_in() and not self.mid_local
 
     # ----- refreshes after the freeze ---------------------------------------------------------------------------------
 

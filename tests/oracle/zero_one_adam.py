@@ -162,6 +162,10 @@ class ZeroOneAdam:
         self.interval: int | None = refresh_interval if isinstance(refresh_interval, int) else None
         self.energies: list[float] = []
         self.pending: float | None = None
+        # tensors whose first gradient has come after the first one-bit round: after which of their steps that was, and after which they
+        # may join the exchange; the step after which their coming makes "relearn" steps due
+        self.late: dict[int, tuple[int, int]] = {}
+        self.wanted: int | None = None
 
     @property
     def x(self) -> list[Array]:
@@ -187,7 +191,7 @@ class ZeroOneAdam:
         due = local_stage and self.interval is not None and self.since >= self.interval
         relearn = due and self.T_u.last == self.steps - 1  # where workers are equal
         if relearn and self.since == self.interval:
-            self.v = [v.copy() for v in self.frozen[0]]
+            self.v = [self.v[l] if l in self.late else v.copy() for l, v in enumerate(self.frozen[0])]
         sync = relearn or self.T_u(self.steps, self.lr)
         if local_stage and self.interval is not None and self.since + 1 >= self.interval:
             sync = True
@@ -207,8 +211,12 @@ class ZeroOneAdam:
         if kind in ("compressed", "sync"):
             self.compressed_once = True
         self.kinds.append(kind)
+        self._find_late(g, kind, local_stage)
         for l in range(len(self.v)):
-            if (local_stage and not relearn) or present(g, l):
+            if l in self.late:
+                if present(g, l):
+                    self._learn_alone(l, zero_if_missing(g, l, self.v[l].size))
+            elif (local_stage and not relearn) or present(g, l):
                 self.t[l] += 1
                 getattr(self, "_" + kind)(l, zero_if_missing(g, l, self.v[l].size))
         if refresh:
@@ -217,6 +225,35 @@ class ZeroOneAdam:
                 self._settle()
         if local_stage and (relearn or not due):
             self._count_frozen(kind)
+        if not local_stage or (self.T_u.last == self.steps and (self.interval is None or self.since < self.interval + relearn)):
+            self._join(local_stage)
+
+    def _find_late(self, g: Gradients, kind: str, local_stage: bool) -> None:
+        for l in range(len(self.v)):
+            cold = self.compressed_once and l not in self.late and not self.v[l].any()
+            local = zero_if_missing(g, l, self.v[l].size)
+            if cold and (np.mean(local, axis=0) if kind in ("refresh", "relearn", "dense") else np.array(local)).any():
+                self.late[l] = (self.t[l], self.t[l] + max(1, min(self.steps - 1, round(1 / (1 - self.b2)))))
+                self.wanted = self.steps - 1 + self.refresh_steps if local_stage else self.wanted
+
+    def _learn_alone(self, l: int, g: Sequence[Array]) -> None:
+        """Adam, as torch.optim.AdamW has it, on the averaged gradient."""
+        x, mean = self.xs[0][l], np.mean(g, axis=0)
+        self.t[l] += 1
+        self.v[l] = self.b2 * self.v[l] + (1 - self.b2) * mean**2
+        m = self.b1 * self.ms[0][l] + (1 - self.b1) * mean
+        update = step_over(self._lr_t(l) * m, self.v[l], self.t[l], self.b2, self.eps, self.bias_correction)
+        self._set_all(l, m, x - self.lr * self.wd * x - update)
+
+    def _join(self, local_stage: bool) -> None:
+        """Late tensors whose v has learned for long enough are like the others from here on."""
+        for l, (begun, ends) in list(self.late.items()):
+            if self.t[l] >= ends and self.v[l].any():
+                del self.late[l]
+                self.k[l] = self.t[l] - begun
+                if self.frozen is not None:
+                    self.frozen[0][l], self.frozen[1][l] = floored(self.v[l], self.phi), self.k[l]
+                    self.wanted = self.steps
 
     def _freeze(self) -> None:
         """Denominators stay from here on."""
@@ -226,7 +263,7 @@ class ZeroOneAdam:
     def _settle(self) -> None:
         """With "auto", what travels and what is owed is the change of the weights from here on: the freeze or the 32nd refresh."""
         if self.preconditioned == "auto" and not self.settled:
-            for l in range(len(self.v)):
+            for l in set(range(len(self.v))) - self.late.keys():
                 for residual in (*self.exchange.e, self.exchange.d):
                     residual[l] = step_over(residual[l], *self._D(l))
         self.settled = True
@@ -237,6 +274,7 @@ class ZeroOneAdam:
             if self.since >= self.interval + self.refresh_steps:
                 self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
                 self.since, self.energies, self.pending = 0, [], None
+                self.wanted = None if self.wanted is not None and self.steps >= self.wanted else self.wanted
                 self.interval = self.refresh_interval if isinstance(self.refresh_interval, int) else None
                 self.T_u.step_back(self.steps, self.lr)
         elif self.refresh_interval == "auto":
@@ -247,8 +285,10 @@ class ZeroOneAdam:
                 self.pending = sum(
                     squared_norm([step_over(m, *self._D(l)) if self.preconditioned else m])
                     for l, m in enumerate(self.m)
+                    if l not in self.late
                 )
-            if shrunk(self.energies, self.since - 1):  # a step alone follows where workers differ
+            wanted = self.wanted is not None and self.steps >= self.wanted and self.since >= 4 * self.refresh_steps
+            if shrunk(self.energies, self.since - 1) or wanted:  # a step alone follows where workers differ
                 self.interval = self.since + (kind == "local")
 
     def _D(self, l: int) -> tuple[Array, int, float, float, bool]:
