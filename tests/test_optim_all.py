@@ -1050,9 +1050,10 @@ def test_denominators_in_16_bits_are_those_of_32_rounded_once(
 
     short, exact = weights("bfloat16"), weights("float32")
 
-    def rounding(v: torch.Tensor, out: torch.Tensor, **options: Any) -> None:
-        reciprocal_denominator_(v, out, **options)
+    def rounding(v: torch.Tensor, out: torch.Tensor, **options: Any) -> bool:
+        known = reciprocal_denominator_(v, out, **options)
         out.copy_(out.bfloat16())
+        return known
 
     monkeypatch.setattr(moments, "reciprocal_denominator_", rounding)
     assert equal(weights("float32"), short)
