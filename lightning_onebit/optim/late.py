@@ -119,6 +119,10 @@ class LateParameters(AdamMoments):
         self._publish(members)
         self._count(members)
 
+    def _reset_some(self, params: list[Tensor]) -> None:
+        super()._reset_some(params)
+        self._late |= {i: (0, self._lessons(i)) for i in self._late if not self._t[i]}
+
     # ----- the end of it ----------------------------------------------------------------------------------------------
 
     def _may_take_in(self) -> bool:
