@@ -78,7 +78,7 @@ class Exchange:
         shard = None
         local = None
         if topology.hierarchical:
-            with ledger.compressing():
+            with ledger.compressing("pack"):
                 local = codec.local(bucket)
         if local is not None:
             local = local.view(topology.ranks_per_node, -1)
@@ -86,15 +86,15 @@ class Exchange:
             yield transport.all_to_all(
                 parts, local, topology.intra_group, what=f"node round (reduce-scatter) of {where}", link="intra"
             )
-            with ledger.compressing():
+            with ledger.compressing("pack"):
                 shard = mean_in_order(parts)
-        with ledger.compressing():
+        with ledger.compressing("pack"):
             sent = codec.encode(bucket, shard)
         received = torch.empty_like(sent)
         yield transport.all_to_all(
             received, sent, topology.inter_group, what=f"round 1 (all-to-all) of {where}", link="inter"
         )
-        with ledger.compressing():
+        with ledger.compressing("reduce"):
             reply = codec.reduce(bucket, received)
         gathered = codec.reply_buffer(bucket)
         if not topology.hierarchical:
@@ -113,7 +113,7 @@ class Exchange:
                 what=f"node round (all-gather) of {where}",
                 link="intra",
             )
-        with ledger.compressing():
+        with ledger.compressing("apply"):
             codec.finish(bucket, gathered)
 
 

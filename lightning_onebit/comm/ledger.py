@@ -9,6 +9,8 @@ import time
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from lightning_onebit.comm.ranges import begin, end
+
 
 @dataclass
 class StepRecord:
@@ -59,16 +61,19 @@ _SUMMED = tuple(f.name for f in fields(StepRecord) if f.name not in ("step", "ph
 class _Compressing:
     """The context of ``ByteLedger.compressing()``; a class, because it is entered several times per bucket."""
 
-    __slots__ = ("_ledger", "_start")
+    __slots__ = ("_ledger", "_name", "_range", "_start")
 
-    def __init__(self, ledger: ByteLedger) -> None:
+    def __init__(self, ledger: ByteLedger, name: str) -> None:
         self._ledger = ledger
+        self._name = name
 
     def __enter__(self) -> None:
+        self._range = begin(self._name)
         self._start = time.perf_counter()
 
     def __exit__(self, *_: object) -> None:
         self._ledger._open.compression_seconds += time.perf_counter() - self._start
+        end(self._range)
 
 
 class ByteLedger:
@@ -105,9 +110,9 @@ class ByteLedger:
         self._open.control_bytes += nbytes
         self._open.control_collectives += 1
 
-    def compressing(self) -> _Compressing:
-        """Times kernels."""
-        return _Compressing(self)
+    def compressing(self, name: str) -> _Compressing:
+        """Times kernels; profilers see them as ``onebit::NAME``."""
+        return _Compressing(self, name)
 
     def waited(self, seconds: float) -> None:
         """Counts time blocked in a collective."""

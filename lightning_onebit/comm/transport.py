@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit.comm.ledger import ByteLedger
+from lightning_onebit.comm.ranges import begin, end
 from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWork
 from lightning_onebit.comm.staging import CudaStager, HostCopy, Stager
 from lightning_onebit.comm.topology import Group, Topology
@@ -67,13 +68,15 @@ class Pending:
             return
         work, self._work = self._work, None
         transport = self._transport
-        start = time.perf_counter()
+        start, opened = time.perf_counter(), begin("exchange")
         try:
             # With NCCL, wait() orders streams and must not block the host; its watchdog owns the timeout.
             finished = work.wait() if self._streams else work.wait(transport.timeout)
         except RuntimeError as error:
             self._failed = transport.failure(self._what, error, time.perf_counter() - start)
             raise self._failed from error
+        finally:
+            end(opened)
         transport.ledger.waited(time.perf_counter() - start)
         if finished is False:
             self._failed = transport.failure(self._what, RuntimeError("timed out"), time.perf_counter() - start)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit.comm import Bucket, Control, ExchangeSession, Topology, control_round, ring_bytes, torn_down_last
+from lightning_onebit.comm.ranges import ranged
 from lightning_onebit.comm.reducer import remove_with
 from lightning_onebit.kernels import BoundSpans, Packed, Residual
 from lightning_onebit.kernels.transfer import Download
@@ -706,7 +707,7 @@ class OnebitOptimizer(StatefulOptimizer):
             late = self._average_late(dense)
         self._end_adopting()
         self._count(i for i in self._slots if self._active[i])
-        with self.ledger.compressing():
+        with self.ledger.compressing("apply"):
             for bucket, gathered in arrived:
                 self.finish(bucket, gathered)
             self._end_exchange()
@@ -819,6 +820,7 @@ class OnebitOptimizer(StatefulOptimizer):
                 ALIKE_STEPS,
             )
 
+    @ranged("control")
     def _judge(self, *, norm: bool) -> Control:
         """Finiteness and presence of this step's gradients, alike on all ranks, and their norm if asked for."""
         params, ranks = self._params, self._ranks()
@@ -866,6 +868,7 @@ class OnebitOptimizer(StatefulOptimizer):
         # local gradients are not touched: the factor goes into the exchange's coefficients
         self._grad_scale = factor
 
+    @ranged("apply")
     def _step_dense(self, active: list[int]) -> None:
         for group_index, members in self._by_group(active):
             self._dense_update(self.param_groups[group_index], members)

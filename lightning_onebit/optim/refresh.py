@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lightning_onebit._choices import RefreshRule, choices
 from lightning_onebit.comm import Plan
+from lightning_onebit.comm.ranges import ranged
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.arena import Phase
@@ -88,6 +89,7 @@ class RefreshingAdam(LateParameters):
     def _may_take_in(self) -> bool:
         return not self._refreshing
 
+    @ranged("refresh")
     def _refresh(self, members: list[int]) -> None:
         """A dense step of a refresh: momenta meet, second moments learn, and weights move by the denominators there are."""
         if "v" not in self._flat:

@@ -556,7 +556,7 @@ class ZeroOneAdam(RefreshingAdam):
         self._count(stepped)
         ways = zip(self._slots, self._travelled, self._by_slot("lr_t", self._lr_t), strict=True)
         self._travelled = [way + lr_t if self._active[i] else way for i, way, lr_t in ways]
-        with self.ledger.compressing():
+        with self.ledger.compressing("apply"):
             for bucket in self._buckets():
                 self._kernels.local_step(
                     bucket,
