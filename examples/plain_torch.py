@@ -3,11 +3,12 @@
     torchrun --nproc-per-node 2 examples/plain_torch.py
     python examples/plain_torch.py          # the same: starts torchrun itself
     python examples/plain_torch.py --algorithm binsgdm
+    python examples/plain_torch.py --ddp    # for a program that wraps its model in DistributedDataParallel
 
-Four rules: do not wrap the model in DistributedDataParallel; leave gradients local; call ``step()`` on all ranks
-equally often; look at the model (to validate, to save) within ``optimizer.consensus()``. In the middle the program saves
-a checkpoint and goes on from it, as after an interruption: what all ranks share in one file, residuals in one file per
-rank.
+Four rules: do not wrap the model in DistributedDataParallel, or call ``onebit_ddp``; leave gradients local; call
+``step()`` on all ranks equally often; look at the model (to validate, to save) within ``optimizer.consensus()``. In the
+middle the program saves a checkpoint and goes on from it, as after an interruption: what all ranks share in one file,
+residuals in one file per rank.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from data import load_digits
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_onebit.ddp import onebit_ddp
 from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
 
 
@@ -44,6 +47,13 @@ def fresh_model() -> nn.Module:
     """The same weights on every rank, for all draw them from the same seed."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.ReLU(), nn.Linear(96, 10))
+
+
+def in_ddp(model: nn.Module, optimizer: OnebitOptimizer) -> nn.Module:
+    """The model as an existing program has it; DDP averages in dense steps, ``step()`` communicates in compressed ones."""
+    wrapped = DistributedDataParallel(model)
+    onebit_ddp(wrapped, optimizer)
+    return wrapped
 
 
 def save(folder: Path, model: nn.Module, optimizer: OnebitOptimizer) -> None:
@@ -71,16 +81,18 @@ def train(chosen: argparse.Namespace, folder: Path) -> None:
     warm_up = max(1, chosen.epochs * len(loader) // 5)
     model = fresh_model()
     optimizer = make_optimizer(chosen.algorithm, model, warm_up)
+    trained = in_ddp(model, optimizer) if chosen.ddp else model
     for epoch in range(chosen.epochs):
         if epoch == chosen.epochs // 2:
             save(folder, model, optimizer)
             model = fresh_model()
             optimizer = make_optimizer(chosen.algorithm, model, warm_up)
             load(folder, model, optimizer)
+            trained = in_ddp(model, optimizer) if chosen.ddp else model
         sampler.set_epoch(epoch)
         for images, labels in loader:
             optimizer.zero_grad()
-            F.cross_entropy(model(images), labels).backward()
+            F.cross_entropy(trained(images), labels).backward()
             optimizer.step()
     optimizer.synchronise()  # 0/1 Adam may have ended among local steps
 
@@ -108,6 +120,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = ("onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm")
     options.add_argument("--algorithm", default="onebit_adam", choices=names, help="which optimizer")
     options.add_argument("--epochs", type=int, default=20, help="passes over the data")
+    options.add_argument("--ddp", action="store_true", help="wrap the model in DistributedDataParallel")
     arguments = sys.argv[1:] if arguments is None else arguments
     chosen = options.parse_args(arguments)
     if "RANK" not in os.environ:

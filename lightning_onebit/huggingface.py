@@ -68,7 +68,8 @@ def onebit_trainer(trainer: Trainer) -> Trainer:
 
     ``TrainingArguments(max_grad_norm=...)`` clips by the norm over all ranks. Checkpoints keep residuals, and
     ``resume_from_checkpoint`` brings them back. Evaluation and checkpoints see the model that all ranks share; 0/1 Adam synchronises
-    when training ends.
+    when training ends. Loggers get ``onebit/bytes_sent`` (of the last step), ``onebit/dense_step`` and ``onebit/total_ratio`` beside the
+    training loss.
 
     Args:
         trainer: made with ``optimizer_cls_and_kwargs=(OnebitAdam, {...})`` or ``optimizers=(optimizer, None)``.
@@ -124,7 +125,17 @@ def onebit_trainer(trainer: Trainer) -> Trainer:
             if not args.load_best_model_at_end:  # the best one is in its place by now
                 _trained_by(trainer).synchronise()
 
+    class OnebitStatistics(TrainerCallback):
+        """Adds what was sent to what the Trainer logs, for the callbacks behind it (TensorBoard, wandb)."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+            ledger = _trained_by(trainer).ledger
+            if logs is not None and "loss" in logs and ledger.last is not None:
+                logs["onebit/bytes_sent"], logs["onebit/dense_step"] = ledger.last.bytes_sent, int(ledger.last.dense)
+                logs["onebit/total_ratio"] = ledger.total.ratio
+
     trainer._load_optimizer_and_scheduler = remember  # type: ignore[method-assign]
+    trainer.callback_handler.callbacks.insert(0, OnebitStatistics())
     trainer.add_callback(OnebitCallback())
     return trainer
 

@@ -43,12 +43,17 @@ BEFORE = {
     "metrics.md": _LEFT_OUT
     + "model = build_model()\noptimizer = OnebitAdam(model.parameters())\nbatches = [torch.randn(4, 8)] * 3\n"
     + "loss = lambda batch: model(batch).square().mean()\n",
+    "transformers.md": "import os\nimport torch\nimport torch.distributed as dist\n"
+    + "os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', ACCELERATE_USE_CPU='true')\n"
+    + "data = [{'input_ids': torch.arange(16), 'labels': torch.arange(16)}] * 32\n",
 }
 # What a page's code prints if it does what the page says.
 PRINTED = {
     "index.md": r"compressed 2 3\n",
     "how-it-works.md": r"step 2: \w+, [\d,]+ bytes in \d+ collectives\nstep 3: compressed, [\d,]+ bytes in 2 ",
     "freeze.md": r"15%: 5\.7x, 4\.9x\n20%: 4\.4x, 4\.0x",
+    "transformers.md": r"3 compressed steps",
+    "recipes.md": r"onebit/total_ratio: [\d.]+",
     "contributing.md": r"loss 0\.\d+ after 50 compressed steps, ratio [2-9]\.\d",
 }
 
@@ -74,6 +79,9 @@ def run_page(rank: int, world: int, page: str, folder: str) -> str:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)])
 def test_code_of_a_page_runs_on_two_ranks(page: str, tmp_path: Path) -> None:
+    if page == "transformers.md":
+        for name in ("transformers", "accelerate"):
+            pytest.importorskip(name, reason=f"{name} is not installed")
     for printed in run_ranks(run_page, 2, page, str(tmp_path), timeout=120):
         assert re.search(PRINTED.get(page, ""), printed), printed
 

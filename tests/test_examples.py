@@ -393,8 +393,9 @@ def test_fabric_accumulates_clips_freezes_and_resumes(tmp_path: Path) -> None:
     assert float(re.findall(r"accuracy ([\d.]+)", printed)[0]) > 80
 
 
-def test_plain_torch_starts_itself_and_resumes(tmp_path: Path) -> None:
-    printed = run([str(EXAMPLES / "plain_torch.py"), "--epochs", "4"], tmp_path)
+@pytest.mark.parametrize("wrapped", [[], ["--ddp"]], ids=["", "ddp"])
+def test_plain_torch_starts_itself_and_resumes(wrapped: list[str], tmp_path: Path) -> None:
+    printed = run([str(EXAMPLES / "plain_torch.py"), "--epochs", "4", *wrapped], tmp_path)
     assert "replicas identical" in printed
     dense, compressed = map(int, re.findall(r"(\d+) dense and (\d+) compressed steps", printed)[0])
     assert dense + compressed == 84, "the ledger goes on after the resume"

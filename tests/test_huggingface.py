@@ -9,6 +9,7 @@ import contextlib
 import ctypes
 import fcntl
 import importlib.util
+import io
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import socket
 import struct
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,7 +206,8 @@ def measure(folder: str) -> dict[str, float]:
             dist.barrier()
             bytes_at.append(sent())
 
-    told = {}
+    told: dict[str, float] = {}
+    logged: list[dict[str, float]] = []
     for name in ("ddp", "onebit"):
         model = gpt2(n_embd=128, vocab_size=512)
         made = OnebitAdam(model.parameters(), lr=1e-3, freeze_step=1) if name == "onebit" else None
@@ -213,8 +216,19 @@ def measure(folder: str) -> dict[str, float]:
         if made is not None:
             onebit_trainer(run)
         bytes_at.clear()
+
+        class Logger(TrainerCallback):  # type: ignore[misc]
+            """As TensorBoard's and wandb's callbacks, which a Trainer has from the beginning."""
+
+            def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+                logged.append(dict(logs))
+
+        run.callback_handler.callbacks.insert(2, Logger())
         run.train()
         told[name] = (bytes_at[-1] - bytes_at[2]) / 3
+    entry = [logs for logs in logged if "loss" in logs][-1]
+    assert entry["onebit/bytes_sent"] == inner(run).ledger.last.bytes_sent and entry["onebit/dense_step"] == 0
+    assert entry["onebit/total_ratio"] > 1
     told["ledger"] = 2 * inner(run).ledger.last.bytes_sent
     told["gradients"] = 4 * sum(p.numel() for p in model.parameters())
     return told
@@ -272,6 +286,19 @@ def accelerate(rank: int, folder: str) -> dict[str, Any]:
     return {"resumed": all(map(torch.equal, whole, again)), "quiet": quiet, "gone": heard.lines}
 
 
+# ----- the example ---------------------------------------------------------------------------------------------------------
+
+
+def example() -> str:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    import transformers_trainer
+
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        transformers_trainer.main(["--steps", "10", "--width", "32"])
+    return printed.getvalue()
+
+
 # ----- tests ---------------------------------------------------------------------------------------------------------------
 
 
@@ -283,6 +310,7 @@ def everything(rank: int, world: int, folder: str) -> dict[str, Any]:
             "misuse": misuse(f"{folder}/misuse"),
             "bytes": measure(f"{folder}/bytes") if counted else None,
             "accelerate": accelerate(rank, f"{folder}/accelerate"),
+            "example": example(),
         }
 
 
@@ -308,6 +336,11 @@ def test_accelerate_trains_clips_alike_and_resumes_bit_for_bit(told: list[dict[s
         assert rank["accelerate"]["resumed"] and rank["accelerate"]["quiet"] == []
     first, second = (rank["accelerate"]["gone"] for rank in told)
     assert len(first) == 1 and "residuals.json is missing" in first[0] and second == []
+
+
+def test_the_example_of_a_trainer_trains(told: list[dict[str, Any]]) -> None:
+    assert "replicas identical" in told[0]["example"]
+    assert "2 dense and 8 compressed steps" in told[0]["example"]
 
 
 def test_the_interface_carries_what_the_ledger_says_and_a_tenth_of_ddp(told: list[dict[str, Any]]) -> None:
