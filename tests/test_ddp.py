@@ -66,11 +66,28 @@ def sync_buffers(model: nn.Module) -> None:
         dist.broadcast(buffer, 0)
 
 
+class Heard(logging.Handler):
+    """Collects what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        logging.getLogger("lightning_onebit").addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+    def take(self, words: str) -> int:
+        found = [line for line in self.lines if words in line]
+        self.lines = []
+        return len(found)
+
+
 def trajectory(
     rank: int, make: Any, wrap: dict[str, Any] | None, micro: int = 1, drops: bool = False, zeroes: bool = False
 ) -> tuple[list[Tensor], list[tuple[bool, int]]]:
     """Weights after a run, under DDP with these options or without it, and what each step sent."""
-    model = net()
+    heard, model = Heard(), net()
     optimizer = make(model.parameters())
     wrapped: Any = model
     if wrap is not None:
@@ -90,7 +107,7 @@ def trajectory(
         optimizer.zero_grad(set_to_none=not zeroes)
         sent.append((optimizer.ledger.last.dense, optimizer.ledger.last.bytes_sent))
     optimizer.synchronise()
-    assert same_everywhere(weights(model))
+    assert same_everywhere(weights(model)) and heard.lines == []
     return weights(model), sent
 
 
@@ -183,23 +200,6 @@ def share_a_model(rank: int, world: int) -> None:
 
 def test_parameters_of_other_optimizers_are_averaged_in_every_step_and_uncompressed_groups_by_step() -> None:
     run_ranks(share_a_model, 2)
-
-
-class Heard(logging.Handler):
-    """Collects what is logged."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lines: list[str] = []
-        logging.getLogger("lightning_onebit").addHandler(self)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.lines.append(record.getMessage())
-
-    def take(self, words: str) -> int:
-        found = [line for line in self.lines if words in line]
-        self.lines = []
-        return len(found)
 
 
 def refuse(rank: int, world: int) -> None:
