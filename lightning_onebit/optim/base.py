@@ -62,8 +62,8 @@ class OnebitOptimizer(StatefulOptimizer):
     """Base of the optimizers; see the subclasses for what they compute.
 
     ``.grad`` holds the local gradient and ``step()`` does all communication still owed, so the optimizer works in a
-    plain ``torch.distributed`` program: do not wrap the module in DistributedDataParallel. All ranks must call
-    ``step()`` equally often.
+    plain ``torch.distributed`` program: do not wrap the module in DistributedDataParallel, or call
+    ``lightning_onebit.ddp.onebit_ddp``. All ranks must call ``step()`` equally often.
     """
 
     #: whether ranks take steps of their own between synchronisations
