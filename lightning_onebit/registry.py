@@ -18,6 +18,9 @@ MANAGED = frozenset({"process_group", "timeout"})
 #: suffix of a strategy name -> start method, as Lightning names its own strategies
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
+#: further suffix -> ``find_unused_parameters`` of DDP's names; users of those find the like here
+UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
+
 
 @dataclass(frozen=True)
 class Algorithm:
@@ -64,6 +67,7 @@ class RegisteredStrategy(NamedTuple):
     name: str
     algorithm: Algorithm
     start_method: str
+    find_unused_parameters: bool | None = None
 
 
 def registered_strategies() -> Iterator[RegisteredStrategy]:
@@ -71,19 +75,23 @@ def registered_strategies() -> Iterator[RegisteredStrategy]:
     for algorithm in ALGORITHMS.values():
         for name in (algorithm.name, *algorithm.aliases):
             for suffix, start_method in START_METHODS.items():
-                yield RegisteredStrategy(name + suffix, algorithm, start_method)
+                for further, unused in UNUSED_PARAMETERS.items():
+                    yield RegisteredStrategy(name + suffix + further, algorithm, start_method, unused)
 
 
 def register(strategy_class: type, registry: Any) -> None:
     """Enters a strategy class in a registry of Lightning's or Fabric's under every name."""
-    for name, algorithm, start_method in registered_strategies():
+    for name, algorithm, start_method, unused in registered_strategies():
+        asked = {} if unused is None else {"find_unused_parameters": unused}
         registry.register(
             name,
             strategy_class,
-            description=f"{algorithm.title} with `start_method` {start_method!r}",
+            description=f"{algorithm.title} with `start_method` {start_method!r}"
+            + "".join(f" and `{key}` {value}" for key, value in asked.items()),
             override=True,
             algorithm=algorithm.name,
             start_method=start_method,
+            **asked,
         )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import inspect
 import logging
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,6 +41,8 @@ from lightning_onebit._choices import (
     VarianceDecay,
     choices,
 )
+from lightning_onebit._ddp_keywords import explain_missing_wrapper, heed_ddp_keywords
+from lightning_onebit._names import shown_as
 from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import BOUND_MODULES, PACKAGES, TREES, tree_of
 from lightning_onebit.checkpoint import (
@@ -82,6 +85,7 @@ _BUCKET_BYTES = 25 * 2**20
 _ASYNC_GENERATIONS = 3
 
 
+@shown_as("OnebitStrategy")
 class OnebitMixin(_Base):
     """Data-parallel training whose optimizers communicate in one bit per element, without wrapping the module.
 
@@ -159,10 +163,19 @@ class OnebitMixin(_Base):
         draws: BinSGDM: how draws of successive steps relate, see ``BinSGDM``.
         overflow: BinSGDM: what becomes of what signs cannot say, see ``BinSGDM``.
         seed: BinSGDM: seed of its draws.
+        find_unused_parameters: of Lightning's ``DDPStrategy``, like the seven that follow: not needed, which an info line says.
+        static_graph: not needed.
+        gradient_as_bucket_view: not needed.
+        ddp_comm_hook: refused, like all that follow, by an error that says what to write instead.
+        ddp_comm_state: refused.
+        ddp_comm_wrapper: refused.
+        model_averaging_period: refused: ``"zero_one_adam"`` makes local steps.
+        bucket_cap_mb: refused: ``bucket_mb``.
+        **others: further keywords of ``DistributedDataParallel``, answered alike.
 
     Raises:
-        TypeError: an option has the wrong type.
-        ValueError: an option is out of range, or one that the algorithm does not have.
+        TypeError: an option has the wrong type, or nobody knows it.
+        ValueError: an option is out of range, or one that the algorithm does not have, or of DDP's and without effect here.
         MisconfigurationException: (when fitting starts) an optimizer that cannot be trained, or an option that could not take effect.
 
     Example:
@@ -231,7 +244,26 @@ class OnebitMixin(_Base):
         draws: Draws | None = None,
         overflow: Overflow | None = None,
         seed: int | None = None,
+        find_unused_parameters: bool | None = None,
+        static_graph: bool | None = None,
+        gradient_as_bucket_view: bool | None = None,
+        ddp_comm_hook: Any = None,
+        ddp_comm_state: Any = None,
+        ddp_comm_wrapper: Any = None,
+        model_averaging_period: int | None = None,
+        bucket_cap_mb: float | None = None,
+        **others: Any,
     ) -> None:
+        ddp = {
+            "find_unused_parameters": find_unused_parameters,
+            "static_graph": static_graph,
+            "gradient_as_bucket_view": gradient_as_bucket_view,
+            "ddp_comm_hook": ddp_comm_hook,
+            "ddp_comm_state": ddp_comm_state,
+            "ddp_comm_wrapper": ddp_comm_wrapper,
+            "model_averaging_period": model_averaging_period,
+            "bucket_cap_mb": bucket_cap_mb,
+        }
         options = {
             "freeze_step": freeze_step,
             "bias_correction": bias_correction,
@@ -272,6 +304,8 @@ class OnebitMixin(_Base):
             "seed": seed,
         }
         self._algorithm: Algorithm = find_algorithm(algorithm)
+        known = inspect.signature(OnebitMixin.__init__).parameters.keys() - {"self", "others"}
+        heed_ddp_keywords({**ddp, **others}, algorithm=self._algorithm.name, known=known)
         self._options = {name: value for name, value in options.items() if value is not None}
         check_options(self._algorithm, self._options)
         check_choice("other_optimizers", other_optimizers, choices(OtherOptimizers))
@@ -391,7 +425,8 @@ class OnebitMixin(_Base):
         if _connected() and not connected:
             # Lightning leaves a gloo group to the interpreter's shutdown, where its threads sometimes abort the process.
             atexit.register(_disconnect)
-        assert self.lightning_module is not None
+        if self.lightning_module is None:  # a strategy without a Trainer, for its collectives
+            return
         trainer = self.lightning_module.trainer
         self._offer_freeze(trainer)
         trainer.callbacks[:] = [c for c in trainer.callbacks if not isinstance(c, self._final_callback)]
@@ -523,7 +558,7 @@ class OnebitMixin(_Base):
         name, target = type(optimizer).__name__, self._algorithm.optimizer.__name__
         if name == "_MockOptimizer":  # Lightning's stand-in for "no optimizer"
             return optimizer
-        reason = "it has no compressed counterpart"
+        reason = _no_counterpart(optimizer)
         if type(optimizer) in self._algorithm.converts:
             found = obstacle(optimizer)
             if found is None and self._other_optimizers == "dense":
@@ -948,6 +983,11 @@ class OnebitMixin(_Base):
         topology = Topology.create(None, timeout=self._timeout)
         return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, name)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's; says what replaces the wrapper of DDP, which a module that is not wrapped does not have."""
+        super().on_exception(exception)
+        explain_missing_wrapper(exception, self.lightning_module)
+
     # ----- ending -----------------------------------------------------------------------------------------------------
 
     def teardown(self) -> None:
@@ -1186,6 +1226,11 @@ def _unwrap(optimizer: Any) -> Any:
 
 def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def _no_counterpart(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer is none that could be converted."""
+    return "there is no 1-bit SGD yet" if isinstance(optimizer, torch.optim.SGD) else "it has no compressed counterpart"
 
 
 def _untrainable(optimizer: torch.optim.Optimizer) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_onebit._names import shown_as
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer
 from lightning_onebit.comm import ByteLedger, Topology, Transport, handshake
 from lightning_onebit.optim.options import LONGEST_WAIT
@@ -49,6 +50,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
     return total
 
 
+@shown_as("ReplicaConsistency")
 class ReplicaConsistencyMixin:
     """Compares the weights of all ranks bit for bit and stops a run whose replicas have drifted apart.
 

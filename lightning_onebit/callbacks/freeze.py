@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.callbacks._common import (
     check_count,
@@ -213,6 +214,7 @@ class _Watch:
         self.learning_rate = LearningRateWatch(list(state["learning_rates"]), state["last_rise"], state["longest_gap"])
 
 
+@shown_as("VarianceFreeze")
 class VarianceFreezeMixin:
     """Ends the dense warm-up: freezes the variance of every compressed optimizer and lets compression begin.
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.callbacks._common import (
     check_count,
@@ -40,6 +41,7 @@ class _Losses:
         self.count += count
 
 
+@shown_as("DivergenceGuard")
 class DivergenceGuardMixin:
     """Watches loss and residuals while steps are compressed, and falls back to dense steps when they blow up.
 

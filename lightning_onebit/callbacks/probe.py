@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
+from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer, compressed_optimizers
@@ -145,6 +146,7 @@ class _Clock(NamedTuple):
     waited: float
 
 
+@shown_as("LinkProbe")
 class LinkProbeMixin:
     """Measures at start-up whether compression pays on this network, and says so.
 

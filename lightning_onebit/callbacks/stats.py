@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
+from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.callbacks._common import (
     check_count,
@@ -125,6 +126,7 @@ class _Watch:
         self.counted, self.counted_steps = StepRecord(**now), ledger.steps
 
 
+@shown_as("CompressionStats")
 class CompressionStatsMixin:
     """Reports what compression saves and what it costs, from the byte ledgers of the compressed optimizers.
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from lightning_onebit._names import shown_as
 from lightning_onebit.comm import (
     Bucket,
     ByteLedger,
@@ -94,6 +95,7 @@ class Lookups:
         self.values: dict[str, list[float]] = {}
 
 
+@shown_as("OnebitOptimizer")
 class ArenaOptimizer(torch.optim.Optimizer):
     """Parameters, their state in flat arenas, and the ranks that train together.
 

@@ -16,6 +16,7 @@ import logging
 import torch
 from torch import Tensor
 
+from lightning_onebit._names import shown_as
 from lightning_onebit.comm import Control, memory_order
 from lightning_onebit.kernels import Packed, Residual
 from lightning_onebit.optim.moments import AdamMoments
@@ -26,6 +27,7 @@ log = logging.getLogger("lightning_onebit")
 _NAMED = 4
 
 
+@shown_as("OnebitOptimizer")
 class LateParameters(AdamMoments):
     """Base of the optimizers whose second moments freeze, and with them what each parameter has learned by then."""
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_onebit._names import shown_as
 from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.arena import Coefficients, Phase
@@ -29,6 +30,7 @@ LARGEST_SCALE_FACTOR = 1.7
 EXACT = "_exact"
 
 
+@shown_as("OnebitOptimizer")
 class AdamMoments(OnebitOptimizer):
     """Base of the optimizers whose second moments freeze; see ``OnebitAdam`` for the options."""
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit._choices import RefreshRule, choices
+from lightning_onebit._names import shown_as
 from lightning_onebit.comm import Plan
 from lightning_onebit.comm.ranges import ranged
 from lightning_onebit.kernels import Packed
@@ -27,6 +28,7 @@ REFRESH_STEPS = 4
 LEAST_BETWEEN = 4
 
 
+@shown_as("OnebitOptimizer")
 class RefreshingAdam(LateParameters):
     """Base of the optimizers whose frozen second moments are refreshed; see ``OnebitAdam`` for the options.
 
@@ -258,6 +260,7 @@ class RefreshingAdam(LateParameters):
             self._energy = Download(torch.tensor(saved["energy"], dtype=torch.float64))
 
 
+@shown_as("OnebitOptimizer")
 class CompressingAdam(RefreshingAdam):
     """Base of the optimizers that compress every step after the freeze but those of refreshes."""
 

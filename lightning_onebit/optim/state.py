@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_onebit._names import shown_as
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.arena import ArenaOptimizer, Phase
@@ -51,6 +52,7 @@ def _without_hooks(optimizer: torch.optim.Optimizer, *names: str) -> Iterator[No
         vars(optimizer).update(hooks)
 
 
+@shown_as("OnebitOptimizer")
 class StatefulOptimizer(ArenaOptimizer):
     """``state_dict()`` makes per-parameter copies of the arenas; what differs by rank is in ``residual_state_dict()``."""
 
