@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import gc
 import importlib
+import inspect
 import sys
 import uuid
 import weakref
@@ -24,7 +25,9 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_onebit._choices import AlgorithmName, StartMethod
+from lightning_onebit._choices import AlgorithmName, OtherOptimizers, StartMethod, choices
+from lightning_onebit._ddp_keywords import heed_ddp_keywords
+from lightning_onebit._names import shown_as
 from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import FABRICS
 from lightning_onebit.checkpoint import (
@@ -40,6 +43,7 @@ from lightning_onebit.checkpoint import (
 from lightning_onebit.comm import (
     DEFAULT_TIMEOUT,
     ByteLedger,
+    Reducer,
     Topology,
     Transport,
     handshake,
@@ -47,18 +51,19 @@ from lightning_onebit.comm import (
     torn_down_last,
 )
 from lightning_onebit.optim import OnebitOptimizer, Phase
-from lightning_onebit.optim.options import check_integer
+from lightning_onebit.optim.options import check_choice, check_integer
 from lightning_onebit.registry import Algorithm, find_algorithm, register
 from lightning_onebit.strategy import (
     _BROADCAST_BYTES,
+    _BUCKET_BYTES,
     _asynchronous,
-    _BufferSync,
     _check_module,
     _connected,
     _describe,
     _disconnect,
     _ignored,
     _LockstepUnscale,
+    _no_counterpart,
     _parameters,
     _unwrap,
     _world,
@@ -70,6 +75,7 @@ else:
     _Base = object
 
 
+@shown_as("OnebitStrategy")
 class FabricMixin(_Base):
     """Fabric strategy whose optimizers communicate in one bit per element.
 
@@ -78,6 +84,9 @@ class FabricMixin(_Base):
     (``fabric.no_backward_sync``), clipping (``fabric.clip_gradients``), buffers and checkpoints (``fabric.save``, ``fabric.load``, with
     one shard per rank beside the file) mean what they mean with DDP. Callbacks of this package need a Trainer: end the warm-up with
     ``freeze_step`` or ``optimizer.freeze()``.
+
+    No forward waits for other ranks, so that one rank may evaluate alone. Buffers (BatchNorm's statistics) are broadcast from rank 0 at
+    the end of a synchronised backward, those of the models that a forward with gradients has gone through since the last one.
 
     A program may set up one model after another (cross-validation, sweeps). An optimizer that it no longer refers to is let go, with
     its parameters and its connection, at the next ``fabric.setup`` or in the first backward after it, where all ranks agree on it.
@@ -95,6 +104,8 @@ class FabricMixin(_Base):
         ranks_per_node: ranks that average first and share the exchange between nodes; None: those of a machine if there are several
             machines, 1: the flat exchange.
         broadcast_buffers: whether buffers follow rank 0's during training, as with DDP.
+        other_optimizers: ``"error"`` refuses optimizers that are not of this algorithm; ``"dense"`` trains them as DDP would: after
+            backward, gradients of all parameters that no compressed optimizer holds are averaged.
         accelerator: see Fabric's ``DDPStrategy``, like all that follow.
         parallel_devices: devices of this node.
         cluster_environment: how processes find each other.
@@ -102,9 +113,12 @@ class FabricMixin(_Base):
         precision: numeric precision.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: by device.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
+        **others: keywords of ``DistributedDataParallel``: not needed, which an info line says (``find_unused_parameters``, ...), or refused
+            with what to write instead.
 
     Raises:
-        ValueError: an unknown algorithm, or ``ranks_per_node`` that does not divide the number of ranks (at set-up).
+        ValueError: an unknown algorithm, a keyword of DDP's without effect here, or ``ranks_per_node`` that does not divide the number of
+            ranks (at set-up).
         TypeError: an optimizer that is not of this algorithm (at set-up); unknown arguments.
 
     Example:
@@ -120,6 +134,7 @@ class FabricMixin(_Base):
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         ranks_per_node: int | None = None,
         broadcast_buffers: bool = True,
+        other_optimizers: OtherOptimizers = "error",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,
@@ -127,13 +142,20 @@ class FabricMixin(_Base):
         precision: Any = None,
         process_group_backend: str | None = None,
         start_method: StartMethod = "popen",
+        **others: Any,
     ) -> None:
         self._algorithm: Algorithm = find_algorithm(algorithm)
+        known = inspect.signature(FabricMixin.__init__).parameters.keys() - {"self", "others"}
+        heed_ddp_keywords(others, algorithm=self._algorithm.name, known=known, fabric=True)
         check_integer("ranks_per_node", ranks_per_node, least=1, optional=True)
         if not isinstance(broadcast_buffers, bool):
             raise TypeError(f"broadcast_buffers={broadcast_buffers!r} must be True or False")
         self._ranks_per_node = ranks_per_node
+        check_choice("other_optimizers", other_optimizers, choices(OtherOptimizers))
         self._broadcast_buffers = broadcast_buffers
+        self._other_optimizers = other_optimizers
+        # modules with buffers to share or gradients to average, in the order of set-up, alike on all ranks
+        self._models: list[_Model] = []
         self._served: list[_Served] = []  # in the order of set-up, alike on all ranks
         self._retired: list[_Served] = []  # gone on some rank, so that none can step them any more
         # on all ranks alike; their state can still be saved
@@ -162,7 +184,7 @@ class FabricMixin(_Base):
     @property
     def onebit_optimizers(self) -> list[OnebitOptimizer]:
         """The optimizers that were set up and have not been let go, in this order."""
-        return [served.optimizer for served in self._served if served.optimizer is not None]
+        return [s.optimizer for s in self._served if isinstance(s.optimizer, OnebitOptimizer)]
 
     def optimizer(self, params: Any, **kwargs: Any) -> OnebitOptimizer:
         """Makes the optimizer of this strategy's algorithm.
@@ -189,14 +211,17 @@ class FabricMixin(_Base):
         """Wraps nothing: compares the module over all ranks and gives all of them rank 0's weights and buffers."""
         _check_module(module, ValueError)
         self._names.update({p: name for name, p in module.named_parameters()})
-        buffers = None
+        model = None
         if _connected():
             handshake(self._everyone("module set-up"), _describe(module), self.root_device, "module")
             ignored = _ignored(module)
             _sync_module_states(
                 module, _world(), _BROADCAST_BYTES, 0, ignored, broadcast_buffers=self._broadcast_buffers
             )
-            buffers = _BufferSync(module, ignored) if self._broadcast_buffers else None
+            average = _Average(self._everyone("dense averaging")) if self._other_optimizers == "dense" else None
+            model = _Model(module, ignored, self._broadcast_buffers, average)
+            if model.buffers() or average is not None:
+                self._models.append(model)
 
         def before(module: torch.nn.Module, *_: Any) -> None:
             # another model stays as it is; of parameters that are in no model, no forward would tell that a loss uses them
@@ -205,12 +230,10 @@ class FabricMixin(_Base):
                 for optimizer in apart:
                     if any(id(p) in own or p not in self._names for p in _parameters([optimizer])):
                         optimizer.show_local()
-            if buffers is not None:
-                buffers.before_forward()
 
         def after(*_: Any) -> None:
-            if buffers is not None:
-                buffers.after_forward(self._sync)
+            if model is not None and torch.is_grad_enabled() and self._sync:
+                model.due = True
 
         module.register_forward_pre_hook(before)
         module.register_forward_hook(after)
@@ -218,21 +241,14 @@ class FabricMixin(_Base):
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Connects an optimizer with its own process group."""
-        name, wanted = type(optimizer).__name__, self._algorithm
-        if not isinstance(optimizer, OnebitOptimizer) or optimizer.algorithm != wanted.name:
-            raise TypeError(
-                f"{name} cannot be trained by the Fabric strategy {wanted.name!r}: give `fabric.setup` "
-                f"`fabric.strategy.optimizer(params, ...)`, or `lightning_onebit.{wanted.optimizer.__name__}(params, ...)`."
-            )
-        if wanted.warm_up and optimizer.phase is Phase.WARMUP and optimizer.freeze_step is None:
-            rank_zero_info(f"{name} has no freeze step: its steps stay dense until `optimizer.freeze()` is called.")
+        self._check_optimizer(optimizer)
         # a backward since the last set-up: this may be the next fold
         if self._served and not self._settle_due:
             self._settle()
         self._settle_due = True
         known = next((served for served in self._served if served.optimizer is optimizer), None)
         groups: list[Any] = []
-        if _connected():
+        if _connected() and isinstance(optimizer, OnebitOptimizer):
             limit = timedelta(seconds=optimizer.options.timeout)
             ranks_per_node = self._node_size()
             optimizer.release_communication()
@@ -253,6 +269,36 @@ class FabricMixin(_Base):
             known.keep_groups(groups)
         return optimizer
 
+    def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raises if an optimizer cannot be trained, or not beside those that are."""
+        name, wanted = type(optimizer).__name__, self._algorithm
+        compressed = isinstance(optimizer, OnebitOptimizer)
+        if isinstance(optimizer, OnebitOptimizer):
+            fits = optimizer.algorithm == wanted.name
+            if fits and wanted.warm_up and optimizer.phase is Phase.WARMUP and optimizer.freeze_step is None:
+                rank_zero_info(f"{name} has no freeze step: its steps stay dense until `optimizer.freeze()` is called.")
+        else:
+            fits = self._other_optimizers == "dense"
+        if not fits:
+            uncompressed = (
+                f" To train {name} uncompressed, as DDP would ({_no_counterpart(optimizer)}), import OnebitStrategy from "
+                f'lightning_onebit.fabric and give Fabric `OnebitStrategy({wanted.name!r}, other_optimizers="dense")`.'
+            )
+            raise TypeError(
+                f"{name} cannot be trained by the Fabric strategy {wanted.name!r}: give `fabric.setup` `fabric.strategy.optimizer(params, "
+                f"...)`, or `lightning_onebit.{wanted.optimizer.__name__}(params, ...)`.{'' if compressed else uncompressed}"
+            )
+        mine = {id(p) for p in _parameters([optimizer])}
+        for other in (served.optimizer for served in self._served):
+            if other is None or isinstance(other, OnebitOptimizer) == compressed:
+                continue
+            for p in _parameters([other]):
+                if id(p) in mine:
+                    raise ValueError(
+                        f"{self._names.get(p, 'a parameter')} belongs to {name} and {type(other).__name__}, of which one is compressed, "
+                        "so its gradients stay local, and the other one needs averaged gradients: give it to one of them"
+                    )
+
     def release(self, optimizer: torch.optim.Optimizer) -> None:
         """Lets go of an optimizer that has done its work. Collective.
 
@@ -270,7 +316,7 @@ class FabricMixin(_Base):
         """
         optimizer = _unwrap(optimizer)
         number = next((i for i, served in enumerate(self._served) if served.optimizer is optimizer), None)
-        if number is None or not isinstance(optimizer, OnebitOptimizer):
+        if number is None:
             raise ValueError(
                 f"{type(optimizer).__name__} is none of the {len(self._served)} optimizers that this strategy serves: give one that "
                 "`fabric.setup` has set up, once"
@@ -278,35 +324,40 @@ class FabricMixin(_Base):
         if _connected():
             description = [f"optimizer {number} of {len(self._served)}"]
             handshake(self._everyone("release"), description, self.root_device, "optimizer to release")
-        if optimizer._session is not None:  # what backward has sent comes in before the group goes
-            optimizer._abandon_step()
-        optimizer.show_consensus()
-        optimizer.release_communication()
-        self._served.pop(number).destroy_groups()
-        self._released.add(optimizer)
+        served = self._served.pop(number)
+        if isinstance(optimizer, OnebitOptimizer):
+            if optimizer._session is not None:  # what backward has sent comes in before the group goes
+                optimizer._abandon_step()
+            optimizer.show_consensus()
+            optimizer.release_communication()
+            self._released.add(optimizer)
+        served.destroy_groups()
 
     def _settle(self) -> None:
-        """Finds out which optimizers the program has let go of, and lets them go. Collective.
+        """Finds out which optimizers and modules the program has let go of, and lets them go. Collective.
 
         Garbage is collected at each rank's own time, but a backward must concern the same optimizers on all. So the strategy holds them,
         and loosens its grip only here: one that is gone on any rank, which then cannot step, is served no more; its groups go when it is
         gone on all.
         """
         everyone, count = [*self._served, *self._retired], len(self._served)
-        for served in everyone:
-            served.loosen()
+        held: list[_Served | _Model] = [*everyone, *self._models]
+        for part in held:
+            part.loosen()
         gc.collect()
-        alive = [served.hold() for served in everyone]
+        alive = [part.hold() for part in held]
         everywhere = anywhere = alive
         if _connected():
             flags = torch.tensor(alive, dtype=torch.uint8, device=self.root_device)
-            rows = share_values(self._everyone("set-up"), flags, "which optimizers are still in use").bool()
+            rows = share_values(self._everyone("set-up"), flags, "what is still in use").bool()
             everywhere, anywhere = rows.all(0).tolist(), rows.any(0).tolist()
+        self._models = [m for m, kept in zip(self._models, everywhere[len(everyone) :], strict=True) if kept]
+        everywhere, anywhere = everywhere[: len(everyone)], anywhere[: len(everyone)]
         stays = [i < count and alike for i, alike in enumerate(everywhere)]
         self._served = [served for i, served in enumerate(everyone) if stays[i]]
         self._retired = [served for i, served in enumerate(everyone) if anywhere[i] and not stays[i]]
         for served in self._retired:
-            served.optimizer = None
+            served.loosen()
         for i, served in enumerate(everyone):
             if not anywhere[i]:
                 served.destroy_groups()
@@ -345,13 +396,38 @@ class FabricMixin(_Base):
                 optimizer.send_gradients()
         for optimizer in concerned:
             optimizer.sync_gradients()
+        if not self._sync or not self._models:
+            return
+        compressed = {id(p) for p in _parameters(self.onebit_optimizers)}
+        for model in self._models:
+            if model.average is not None and (module is None or any(id(p) in own for p in model.parameters())):
+                model.average({name: p for p, name in model.parameters().items() if id(p) not in compressed})
+        self._share_buffers(module)
+
+    def _share_buffers(self, module: torch.nn.Module | None) -> None:
+        """Gives all ranks rank 0's buffers of the models whose backward this was. Collective.
+
+        In a backward, which all ranks run, and not in the next forward, as DDP: a forward may be one that a single rank runs.
+        """
+        models = [model for model in self._models if model.buffers()]
+        if module is not None:
+            own = {id(buffer) for buffer in module.buffers()}
+            models = [model for model in models if any(id(buffer) in own for buffer in model.buffers())]
+        elif len(models) > 1:
+            # a rank may have run a forward by itself
+            due = torch.tensor([model.due for model in models], dtype=torch.uint8, device=self.root_device)
+            rows = share_values(self._everyone("backward"), due, "whose buffers are to be shared").bool()
+            models = [model for model, everywhere in zip(models, rows.all(0).tolist(), strict=True) if everywhere]
+        for model in models:
+            model.broadcast()
 
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Fabric's; afterwards the module shows the model that all ranks share (0/1 Adam between synchronisations)."""
         result = super().optimizer_step(optimizer, **kwargs)
         if self._unscale is not None and self._unscale.overflowed(optimizer):
             optimizer.skip_step()
-        optimizer.show_consensus()
+        if isinstance(plain := _unwrap(optimizer), OnebitOptimizer):
+            plain.show_consensus()
         return result
 
     def clip_gradients_norm(
@@ -368,6 +444,11 @@ class FabricMixin(_Base):
             ValueError: another norm than the 2-norm.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; all ranks raise alike.
         """
+        if not isinstance(_unwrap(optimizer), OnebitOptimizer):  # its gradients have been averaged
+            averaged: Tensor = super().clip_gradients_norm(
+                module, optimizer, max_norm, norm_type=norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+            return averaged
         if norm_type != 2.0:
             raise ValueError(f"norm_type={norm_type!r}: gradients of several ranks are clipped by their 2-norm only")
         self.precision.unscale_gradients(optimizer)
@@ -384,7 +465,8 @@ class FabricMixin(_Base):
         Raises:
             ValueError: gradients have been sent by then (``overlap="backward"``).
         """
-        optimizer.check_clipping_by_value(clip_val)
+        if isinstance(compressed := _unwrap(optimizer), OnebitOptimizer):
+            compressed.check_clipping_by_value(clip_val)
         super().clip_gradients_value(module, optimizer, clip_val)
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
@@ -465,20 +547,101 @@ class FabricMixin(_Base):
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: optimizers, groups, names of parameters."""
         return {
-            key: value for key, value in vars(self).items() if key not in ("_served", "_retired", "_released", "_names")
+            key: value
+            for key, value in vars(self).items()
+            if key not in ("_served", "_retired", "_released", "_names", "_models")
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(
-            state, _served=[], _retired=[], _released=weakref.WeakSet(), _names=WeakTensorKeyDictionary()
+            state,
+            _served=[],
+            _retired=[],
+            _released=weakref.WeakSet(),
+            _names=WeakTensorKeyDictionary(),
+            _models=[],
         )
+
+
+class _Model:
+    """A module that was set up: its buffers follow rank 0's, gradients of parameters that are not compressed are averaged."""
+
+    def __init__(
+        self, module: torch.nn.Module, ignored: set[str], shares_buffers: bool, average: _Average | None
+    ) -> None:
+        self._module: torch.nn.Module | None = module
+        self._weak = weakref.ref(module)
+        self._ignored = ignored
+        self._shares_buffers = shares_buffers
+        self.average = average
+        # whether a forward has run whose gradients will be synchronised
+        self.due = False
+
+    def loosen(self) -> None:
+        """Leaves the module to the program."""
+        self._module = None
+        if self.average is not None:
+            self.average.close()
+
+    def hold(self) -> bool:
+        """Holds the module again, if it is still there."""
+        self._module = self._weak()
+        return self._module is not None
+
+    def parameters(self) -> dict[torch.nn.Parameter, str]:
+        """With their names."""
+        named = self._module.named_parameters() if self._module is not None else ()
+        return {p: name for name, p in named if name not in self._ignored}
+
+    def buffers(self) -> list[Tensor]:
+        """Looked up every time: modules may assign a new tensor to a buffer."""
+        named = self._module.named_buffers() if self._module is not None and self._shares_buffers else ()
+        return [buffer for name, buffer in named if name not in self._ignored]
+
+    def broadcast(self) -> None:
+        """Gives all ranks rank 0's buffers. Collective."""
+        self.due = False
+        # .data: another backward of this forward may follow, and autograd would take its BatchNorm's statistics for changed
+        dist._broadcast_coalesced(_world(), [buffer.data for buffer in self.buffers()], _BROADCAST_BYTES, 0)
+
+
+class _Average:
+    """Averages gradients after backward, those of parameters that no compressed optimizer holds."""
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+        self._reducer: Reducer | None = None
+
+    def __call__(self, named: dict[str, torch.nn.Parameter]) -> None:
+        """Makes ``.grad`` of the trained ones the average over ranks. Collective."""
+        known = [] if self._reducer is None else self._reducer.params
+        ids = {id(p) for p in known}
+        # once averaged, always: the reducer leaves alone what has no gradient
+        wanted = {name: p for name, p in named.items() if p.requires_grad or id(p) in ids}
+        for name, p in wanted.items():
+            if p.grad is not None and p.grad.layout is not torch.strided:
+                raise TypeError(
+                    f"{name} has a sparse gradient; the strategy averages dense gradients only (build the layer with sparse=False)"
+                )
+        if [id(p) for p in wanted.values()] != [id(p) for p in known]:
+            self.close()
+            # without overlap: several models share the transport, and gradients may land in another order on other ranks
+            self._reducer = Reducer(list(wanted.values()), self._transport, _BUCKET_BYTES, overlap=False)
+        if self._reducer is not None and any(p.requires_grad for p in wanted.values()):
+            self._reducer.finish()
+
+    def close(self) -> None:
+        """Gives the buffers up."""
+        reducer, self._reducer = self._reducer, None
+        if reducer is not None:
+            reducer.close()
 
 
 class _Served:
     """An optimizer that was set up, and the process groups that were made for it."""
 
-    def __init__(self, optimizer: OnebitOptimizer, groups: list[Any]) -> None:
-        self.optimizer: OnebitOptimizer | None = optimizer
+    def __init__(self, optimizer: torch.optim.Optimizer, groups: list[Any]) -> None:
+        self.optimizer: torch.optim.Optimizer | None = optimizer
         self._weak = weakref.ref(optimizer)
         self.keep_groups(groups)
 
