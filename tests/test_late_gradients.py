@@ -50,10 +50,10 @@ class Run:
     """A run of one rank whose last tensor has its first gradient in step ``begins``, in one of the ways."""
 
     def __init__(
-        self, group: Any, rule: str, way: str, *, begins: int = BEGINS, ranks_per_node: int = 1, **options: Any
+        self, group: Any, rule: str, way: str, *, begins: int = BEGINS, ranks_per_node: int = 1, units: int = 40, **options: Any
     ) -> None:
         algorithm, own = RULES[rule]
-        self.group, self.way, self.begins, self.t = group, way, begins, 0
+        self.group, self.way, self.begins, self.units, self.t = group, way, begins, units, 0
         self.params = tensors(options.pop("dtype", torch.float32))
         usual = {"lr": 0.01, "weight_decay": 0.1, "betas": (0.9, 0.9), "block_size": 32, "refresh_interval": "never"}
         self.late = self.params[LATE]
@@ -72,6 +72,7 @@ class Run:
         for k, p in enumerate(self.params):
             p.grad = draw(self.t, k, self.group.rank).to(p.dtype)
         if self.t < self.begins:
+            self.params[0].grad[self.units :] = 0.0  # type: ignore[index]
             self.late.grad = torch.zeros_like(self.late) if self.way == "zero" else None
 
     def step(self) -> None:
@@ -130,8 +131,10 @@ def world(fn: Any, size: int = 2) -> list[Any]:
     return SimulatedWorld(size, timeout=60).run(fn)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "way"),
+    [(rule, way) for rule in RULES for way in (WAYS if rule in ("onebit_adam", "zero_one_adam") else ("missing", "added"))],
+)
 def test_it_is_stepped_on_averaged_gradients_until_it_has_learned_then_compressed(rule: str, way: str) -> None:
     """The others do not notice: they stay, bit for bit, what they are where it never has a gradient."""
 
@@ -174,10 +177,7 @@ def test_its_bytes_are_counted_and_steps_between_synchronisations_send_nothing_e
             seen.append((ours.bytes_sent - theirs.bytes_sent, theirs.bytes_sent))
         late = seen[BEGINS:]
         assert any(usual == 0 for _, usual in late), "no silent step"
-        if way == "zero":  # whose blocks others send too, with scales of 0
-            assert all(more <= ring for more, _ in late)
-        else:
-            assert [more for more, _ in late] == [ring] * 9
+        assert [more for more, _ in late] == [ring] * 9
 
     world(train)
 
@@ -192,24 +192,50 @@ def test_one_warning_names_it(way: str, caplog: pytest.LogCaptureFixture) -> Non
 
 
 @pytest.mark.parametrize(
-    ("rule", "way", "at"),
-    [
-        *((rule, "added", at) for rule in RULES for at in (12, 18, 24)),
-        *((rule, way, 12) for rule in ("onebit_adam", "zero_one_adam") for way in ("zero", "frozen")),
-    ],
+    ("rule", "way"),
+    [*((rule, "added") for rule in RULES), *((rule, "zero") for rule in ("onebit_adam", "zero_one_adam"))],
 )
-def test_a_run_that_is_saved_in_any_stage_of_it_goes_on_bit_for_bit(rule: str, way: str, at: int) -> None:
+def test_a_run_that_is_saved_in_any_stage_of_it_goes_on_bit_for_bit(rule: str, way: str) -> None:
     """While it is averaged densely, just after it has joined, and compressed."""
 
     def train(group: Any) -> None:
-        run = Run(group, rule, way).to(at)
-        other = run.resumed()
-        for one in (run, other):
+        run, others = Run(group, rule, way), []
+        for at in (12, 18, 24):
+            others.append(run.to(at).resumed())
+            assert run.lessons.keys() == others[-1].lessons.keys() == ({LATE} if at == 12 else set())
+        for one in (run, *others):
             one.to(30)
             one.optimizer.synchronise()
-        assert equal(snapshot(run.optimizer, run.params), snapshot(other.optimizer, other.params))
+        for other in others:
+            assert equal(snapshot(run.optimizer, run.params), snapshot(other.optimizer, other.params))
 
     world(train)
+
+
+@pytest.mark.parametrize("rule", ["onebit_adam", "onebit_lamb", "zero_one_adam"])
+def test_a_refresh_follows_and_a_tensor_most_of_which_had_no_gradient_either_learns_anew(rule: str) -> None:
+    """As the first gradient of a head brings those of the units below it; saved in any stage of it, the run goes on bit for bit."""
+
+    def train(group: Any) -> list[Tensor]:
+        run = Run(group, rule, "missing", begins=20, units=10, refresh_interval="auto").to(20)
+        others, dense = [], []
+        while run.t < 50:
+            if run.t in (22, 26, 30):
+                others.append(run.resumed())
+            if run.t == 26:
+                assert run.lessons.keys() == {0, LATE}
+            run.step()
+            dense.append(run.optimizer.ledger.last.dense)
+        assert 4 <= dense.index(True) <= 7 and dense.count(True) == 8, "a refresh after each has begun to learn, and has learned"
+        run.optimizer.synchronise()
+        assert not run.lessons
+        for other in others:
+            other.to(50).optimizer.synchronise()
+            assert equal(snapshot(run.optimizer, run.params), snapshot(other.optimizer, other.params))
+        return [p.detach() for p in run.params]
+
+    first, second = world(train)
+    assert equal(first, second)
 
 
 @pytest.mark.parametrize("way", ["zero", "frozen", "added"])  # what is missing counts as zero where gradients leave early
@@ -318,20 +344,18 @@ def test_blocks_of_newcomers_are_cut_anew_for_another_world() -> None:
         torch.testing.assert_close(part["tensors"]["worker_residual"], mean, rtol=1e-6, atol=1e-8)
 
 
-@pytest.mark.parametrize("way", ["missing", "zero", "added"])
+@pytest.mark.parametrize("way", ["missing", "zero"])
 def test_binsgdm_moves_it_at_once(way: str) -> None:
     """Not only after the next merge of the bitmap by the schedule, here in step 64."""
 
     def train(group: Any) -> list[Tensor]:
         params = tensors()
-        optimizer = CLASSES["binsgdm"](params[: LATE if way == "added" else None], lr=0.01, block_size=32)
+        optimizer = CLASSES["binsgdm"](params, lr=0.01, block_size=32)
         optimizer.configure_communication(group)
         before = params[LATE].detach().clone()
         for t in range(40):
             for k, p in enumerate(params):
                 p.grad = draw(t, k, group.rank)
-            if t == 36 and way == "added":
-                optimizer.add_param_group({"params": params[LATE:]})
             if t < 36:
                 params[LATE].grad = torch.zeros(50) if way == "zero" else None
             optimizer.step()
@@ -340,3 +364,53 @@ def test_binsgdm_moves_it_at_once(way: str) -> None:
 
     first, second = world(train)
     assert equal(first, second)
+
+
+# ----- the loss -------------------------------------------------------------------------------------------------------------------
+
+
+def last_loss(way: str, algorithm: str, freeze: bool) -> float:
+    """Of 96 steps of a small classifier whose second layer has its first gradient in step 41; with a freeze after step 20, or none."""
+    first = torch.Generator().manual_seed(3)
+    x = torch.randn(128, 6, generator=first)
+    y = x[:, :3].argmax(1)
+
+    def net() -> torch.nn.Sequential:
+        weights = torch.Generator().manual_seed(12)
+        made = torch.nn.Sequential(torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 3))
+        for layer, bound in ((made[0], 6**-0.5), (made[2], 32**-0.5)):
+            for p in layer.parameters():
+                p.data.uniform_(-bound, bound, generator=weights)
+        return made
+
+    def train(group: Any) -> float:
+        model, losses = net(), []
+        optimizer: Any = CLASSES[algorithm](model.parameters(), lr=0.01, weight_decay=0.01, process_group=group)  # type: ignore[arg-type]
+        for t in range(96):
+            part = slice(16 * (t % 8) + 8 * group.rank, 16 * (t % 8) + 8 * group.rank + 8)
+            hidden = model[:2](x[part])
+            unused = way == "unused" and t < 40
+            loss = torch.nn.functional.cross_entropy(3 * hidden[:, :3] if unused else model[2](hidden), y[part])
+            optimizer.zero_grad()
+            loss.backward()
+            if way == "missing" and t < 40:
+                for p in model[2].parameters():
+                    p.grad = None
+            optimizer.step()
+            losses.append(loss.item())
+            if freeze and t == 19:
+                optimizer.freeze()
+        return sum(losses[-8:]) / 8
+
+    return sum(world(train)) / 2
+
+
+@pytest.mark.parametrize(("way", "most"), [("missing", 1.05), ("unused", 1.2)])
+def test_the_loss_is_that_of_dense_steps(way: str, most: float) -> None:
+    """Within 5 %; where the units below have no gradients before either, it loses what a freeze after 20 of 96 steps loses anyway.
+
+    That is 14 to 18 % without anything late. The loss was 3.2 and 5.7 times as high.
+    """
+    usual = last_loss(way, "onebit_adam", freeze=False)
+    for algorithm in ("onebit_adam", "zero_one_adam"):
+        assert last_loss(way, algorithm, freeze=True) < most * usual
