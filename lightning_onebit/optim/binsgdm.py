@@ -46,8 +46,8 @@ class BinSGDM(OnebitOptimizer):
 
     The update has size lr in every coordinate. Randomness is counter-based (a function of seed, step, rank and element),
     so a run, its resume and its twin on another device draw the same bits. A coordinate that has never had a gradient
-    on any rank is not moved: ranks merge a bitmap of such coordinates at t = 1, 2, 4, 8, ... A world of one rank steps
-    by ``m/c`` itself, undrawn.
+    on any rank is not moved: ranks merge a bitmap of such coordinates at t = 1, 2, 4, 8, ... and when a tensor has its first
+    gradient. A world of one rank steps by ``m/c`` itself, undrawn.
 
     Args:
         params: parameters or parameter groups; a group may set ``lr``, ``beta``, ``weight_decay`` and
