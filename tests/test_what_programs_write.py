@@ -16,6 +16,7 @@ from harness import run_ranks
 from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
+from lightning_onebit.comm import PlanMismatch
 from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, Phase, ZeroOneAdam
 from lightning_onebit.optim.masters import Comparison
 
@@ -492,3 +493,76 @@ def of_dtensors(rank: int, world: int) -> list[str]:
 def test_dtensor_parameters_are_refused_by_name_when_an_optimizer_is_made() -> None:
     for said in run_ranks(of_dtensors, 1)[0]:
         assert "DTensor" in said and "shape (8,)" in said and "not train yet" in said
+
+
+# ----- hyperparameters that differ between ranks ------------------------------------------------------------------------------------
+
+
+def parted(group: Any, rank: int, world: int, algorithm: str, at: int, ours: Any, options: dict[str, Any]) -> Any:
+    """Ranks set other options before step ``at``: what a rank says, in which step, and whether it has moved nothing in it."""
+    params = small()
+    optimizer = build(algorithm, params, group, **options)
+    for t in range(1, 80):
+        before = [p.detach().clone() for p in params]
+        if t == at:
+            optimizer.param_groups[0].update(ours[rank])
+        fill(params, t, rank)
+        try:
+            optimizer.step()
+        except PlanMismatch as error:
+            return str(error), optimizer.steps + 1, all(map(torch.equal, params, before))
+    return "", 0, False
+
+
+def lrs(*values: float) -> list[dict[str, Any]]:
+    return [{"lr": value} for value in values]
+
+
+LOCAL: dict[str, Any] = {"local_step_policy": "learning_rate", "local_step_scaler": 32768, "local_step_clipper": 8}
+RISING: dict[str, Any] = {"var_freeze_step": 60, "var_update_scaler": 2, "var_rise_steps": 50}
+#: algorithm, first step with other options, the options by rank, those of the optimizer, the step that says so
+PARTED: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
+    "1-bit Adam": ("onebit_adam", 7, lrs(0.01, 0.005), {}, 7),
+    "1-bit LAMB, betas": ("onebit_lamb", 7, [{"betas": (0.9, 0.999)}, {"betas": (0.8, 0.999)}], {}, 7),
+    "BinSGDM": ("binsgdm", 2, lrs(0.01, 0.0), {}, 2),
+    "without statistics": ("onebit_adam", 7, lrs(0.01, 0.005), {"max_consecutive_skips": 0}, 7),
+    "in the warm-up": ("onebit_adam", 2, lrs(0.01, 0.005), {}, 5),
+    "in a long warm-up": ("onebit_adam", 2, lrs(0.01, 0.005), {"freeze_step": None}, 64),
+    "sent in backward": ("onebit_adam", 7, lrs(0.01, 0.005), {"overlap": "backward"}, 64),
+    "gaps that follow lr": ("zero_one_adam", 8, lrs(0.01, 0.001), LOCAL, 8),
+    "a gap that grows on one rank": ("zero_one_adam", 8, lrs(0.001, 0.01), LOCAL, 8),
+    "0 on one rank": ("zero_one_adam", 8, lrs(0.0, 0.01), LOCAL, 8),
+    "0 on the other rank": ("zero_one_adam", 4, lrs(0.01, 0.0), {}, 4),
+    "a rise on one rank": ("zero_one_adam", 3, lrs(0.01, 0.02), RISING, 3),
+}
+
+
+@pytest.mark.parametrize("name", PARTED)
+def test_other_hyperparameters_on_one_rank_are_an_error_on_all_before_anything_hangs(name: str) -> None:
+    algorithm, at, ours, options, found = PARTED[name]
+    results = run_world(parted, 2, algorithm, at, ours, options)
+    assert results[0] == results[1]
+    said, step, unmoved = results[0]
+    assert step == found and unmoved
+    for value in ours:
+        (fact,) = [f"{key}={setting}" for key, setting in value.items()]
+        assert fact in said
+    assert f"since step {at} parameter group 0" in said and "sync_dist=True" in said
+
+
+def standing_still(group: Any, rank: int, world: int) -> Any:
+    params = small()
+    optimizer = build("zero_one_adam", params, group)
+    dense = []
+    for t in range(STEPS):
+        optimizer.param_groups[0]["lr"] = 0.0 if t in (3, 7) else 0.01
+        fill(params, t, rank)
+        before = [p.detach().clone() for p in params]
+        optimizer.step()
+        dense.append(optimizer.ledger.last.dense and (t not in (3, 7) or all(map(torch.equal, params, before))))
+    return dense
+
+
+def test_at_lr_0_gradients_are_averaged_densely_once_all_ranks_have_said_so() -> None:
+    dense = run_world(standing_still, 2)
+    assert dense[0] == dense[1] and dense[0][3] and dense[0][7] and not dense[0][8]

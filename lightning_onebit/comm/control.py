@@ -31,6 +31,7 @@ class Control:
         finite: no rank saw a non-finite value.
         present: per parameter, whether any rank has a gradient.
         ranks: number of ranks.
+        agreed: all ranks have given the same digest.
         alike: the squared norms of several ranks are equal, bit for bit, and not 0: so are their gradients then.
     """
 
@@ -38,6 +39,7 @@ class Control:
     finite: bool
     present: tuple[bool, ...]
     ranks: int
+    agreed: bool = True
     alike: bool = False
 
     @property
@@ -47,7 +49,12 @@ class Control:
 
 
 def control_round(
-    transport: Transport, sum_squares: float, non_finite: int, present: Sequence[bool], device: torch.device
+    transport: Transport,
+    sum_squares: float,
+    non_finite: int,
+    present: Sequence[bool],
+    device: torch.device,
+    digest: int = 0,
 ) -> Control:
     """One small all-gather: every rank's squared norm, non-finite flag and presence bits, combined in rank order.
 
@@ -60,19 +67,21 @@ def control_round(
         non_finite: how many of its tensors hold a non-finite value.
         present: per parameter, whether this rank has a gradient.
         device: device of the parameters (control tensors live there with NCCL).
+        digest: 31 bits of what must be the same on all ranks.
     """
     bits = np.packbits(np.array(present, dtype=bool), bitorder="little")
-    payload = _HEADER.pack(sum_squares, non_finite) + bits.tobytes()
+    payload = _HEADER.pack(sum_squares, digest << 1 | (non_finite > 0)) + bits.tobytes()
     rows = _gather_rows(transport, payload, device, "control round (norm, non-finite flags, presence of gradients)")
-    total, bad, distinct = 0.0, 0, set()
-    for squares, flags in _HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()):
-        distinct.add(squares)
+    total, bad = 0.0, False
+    heads = list(_HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()))
+    for squares, flags in heads:
         total += squares
-        bad += flags
+        bad |= bool(flags & 1)
     merged = np.bitwise_or.reduce(rows[:, _HEADER.size :], axis=0)
     anywhere = np.unpackbits(merged, count=len(present), bitorder="little").astype(bool)
-    alike = len(rows) > 1 and len(distinct) == 1 and total > 0
-    return Control(total, bad == 0, tuple(anywhere.tolist()), len(rows), alike)
+    alike = len(heads) > 1 and len({squares for squares, _ in heads}) == 1 and total > 0
+    agreed = len({flags >> 1 for _, flags in heads}) == 1
+    return Control(total, not bad, tuple(anywhere.tolist()), len(heads), agreed, alike)
 
 
 def share_values(transport: Transport, values: Tensor, what: str) -> Tensor:

@@ -33,6 +33,7 @@ from lightning_onebit.comm import (
 from lightning_onebit.kernels import BoundSpans, Packed, Residual, get_backend
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
+from lightning_onebit.optim.agreement import Agreement
 from lightning_onebit.optim.masters import Comparison, adopt_
 from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number, refuse_ignored
 
@@ -114,6 +115,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._steps = 0
         self._skipped = 0
         self._skips_in_a_row = 0
+        self._hyperparameters = tuple(defaults)
         super().__init__(params, {**defaults, "compress": True})
         self.ledger = ByteLedger()
         self._topology: Topology | None = None
@@ -158,6 +160,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
         self._members: dict[int, Members] = {}
         self._lookups = Lookups()
+        self._agreement = Agreement()
 
     # ----- what users see ---------------------------------------------------------------------------------------------
 
@@ -554,6 +557,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._transport = Transport(ranks, self.ledger, self._timeout, self.algorithm)
         self._transport.step = self._steps + 1
         self._exchange = Exchange(self._transport)
+        self._agreement = Agreement()
         if ranks.size > 1:
             # on an account of its own: it belongs to no step, and a run that is resumed makes one more
             lobby = Transport(ranks, ByteLedger(), self._timeout, self.algorithm)

@@ -22,11 +22,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit.comm import Bucket, Control, ExchangeSession, Topology, control_round, ring_bytes, torn_down_last
+from lightning_onebit.comm import (
+    Bucket,
+    Control,
+    ExchangeSession,
+    PlanMismatch,
+    Topology,
+    control_round,
+    handshake,
+    ring_bytes,
+    torn_down_last,
+)
 from lightning_onebit.comm.ranges import ranged
 from lightning_onebit.comm.reducer import remove_with
 from lightning_onebit.kernels import BoundSpans, Packed, Residual
 from lightning_onebit.kernels.transfer import Download
+from lightning_onebit.optim.agreement import AGREE_EVERY
 from lightning_onebit.optim.arena import DENSE_LANE, PLAN_LANE, Coefficients, Lookups, Phase
 from lightning_onebit.optim.options import CommonOptions, check_number
 from lightning_onebit.optim.state import StatefulOptimizer
@@ -344,6 +355,7 @@ class OnebitOptimizer(StatefulOptimizer):
         self._prepare()
         self._present = self._verdict = None
         self._averaged_elsewhere = False
+        self._note_hyperparameters()
         self._decision = self.next_step_is_dense
         if not self._launched:
             # armed for an earlier backward, of another model: gradients that only accumulate must not leave
@@ -388,6 +400,7 @@ class OnebitOptimizer(StatefulOptimizer):
     def _average_gradients(self) -> None:
         """See ``sync_gradients``; after ``_prepare()``."""
         self._refuse_sparse_gradients()
+        self._note_hyperparameters()
         self._decision = self.next_step_is_dense
         if self._reducer is None or (self._present is not None and not self._reducer.stale):
             return
@@ -531,6 +544,8 @@ class OnebitOptimizer(StatefulOptimizer):
         self._average_gradients()
         if self._early and not dense:
             return self._step_early(loss)
+        if dense and (self._steps + 1) % AGREE_EVERY == 0:
+            self._agree()
         self._settle_doubt()
         self._trusted = self._scales_tell and not dense and self.options.max_consecutive_skips == 0
         already_clipped = self._verdict is not None and self._clipped
@@ -545,7 +560,7 @@ class OnebitOptimizer(StatefulOptimizer):
             else:
                 self._note_alike(verdict.alike)
                 late = self._average_late(verdict)
-                self._step_compressed()
+                dense = self._step_compressed()
                 self._step_late(late)
             self._skips_in_a_row = 0
             self._steps += 1
@@ -684,6 +699,8 @@ class OnebitOptimizer(StatefulOptimizer):
         assert session is not None
         self._launch_rest(session)
         session.finish()
+        if (self._steps + 1) % AGREE_EVERY == 0:
+            self._agree()
         arrived, self._arrived, self._session = self._arrived, [], None
         if (bad := self._non_finite(arrived)) is not None:
             raise FloatingPointError(
@@ -805,6 +822,34 @@ class OnebitOptimizer(StatefulOptimizer):
                 f"{self.options.max_consecutive_skips}); the run has diverged: lower lr, clip gradients, or look at the data"
             )
 
+    def _control_round(self, squares: float, non_finite: int, present: Sequence[bool]) -> Control:
+        """A control round, in which ranks find out, too, whether they have the same hyperparameters.
+
+        Raises:
+            PlanMismatch: on all ranks where they have not.
+        """
+        assert self._transport is not None
+        control = control_round(self._transport, squares, non_finite, present, self._device, self._agreement.digest)
+        if control.agreed:
+            self._agreement.reached()
+            return control
+        try:
+            handshake(self._transport, self._agreement.facts(), self._device, "options of parameter groups")
+        except PlanMismatch as difference:
+            raise PlanMismatch(
+                f"step {self._steps + 1}: {difference}. A scheduler that follows a metric (ReduceLROnPlateau) must see the same value on "
+                "all ranks: self.log(..., sync_dist=True)"
+            ) from None
+        return control
+
+    def _agree(self) -> None:
+        """Compares hyperparameters where a step has no control round; see ``_control_round``."""
+        if self._ranks().size > 1 and self.compresses:
+            self._control_round(0.0, 0, [])
+
+    def _note_hyperparameters(self) -> None:
+        self._agreement.note(self._steps + 1, self.param_groups, self._hyperparameters)
+
     def _note_alike(self, alike: bool) -> None:
         """Warns, once, where the gradients of several compressed steps were the same on all ranks."""
         if self._alike_steps >= ALIKE_STEPS:
@@ -845,7 +890,7 @@ class OnebitOptimizer(StatefulOptimizer):
         present += self._not_zero(self._unheard())
         if ranks.size > 1 and not self.next_step_is_dense:
             assert self._transport is not None
-            control = control_round(self._transport, squares, int(bad), present, self._device)
+            control = self._control_round(squares, int(bad), present)
         else:
             control = Control(squares, bad == 0, tuple(present), 1)
         if common and norm:
@@ -875,13 +920,18 @@ class OnebitOptimizer(StatefulOptimizer):
         self._publish(active)
         self._count(active)
 
-    def _step_compressed(self) -> None:
-        """Exchange and apply for the plan's parameters, then a dense update for ``compress=False`` groups."""
+    def _step_compressed(self) -> bool:
+        """Exchange and apply for the plan's parameters, then a dense update for ``compress=False`` groups.
+
+        Returns:
+            Whether gradients have been averaged densely all the same.
+        """
         stepped = [i for i in self._slots if self._active[i]]
         self._count(stepped)
         self._exchange_active()
         self._publish(stepped)
         self._step_dense([i for i in self._dense if self._active[i]])
+        return False
 
     def _exchange_active(self) -> None:
         """Runs the exchange over all buckets that hold an active parameter; the others' parameters stay as they are."""

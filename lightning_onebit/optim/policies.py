@@ -68,9 +68,13 @@ class VariancePolicy:
         """Whether step ``step`` (1, 2, ...) is a refresh."""
         return step >= self.next_step
 
+    def may_wait(self, step: int) -> bool:
+        """Whether the learning rate has a say in what follows from ``step``, if that is a refresh."""
+        return self.done >= self.scaler and step <= self.rise_steps
+
     def record(self, step: int, lr: float) -> None:
         """Says that ``step`` was a refresh, at learning rate ``lr``."""
-        may_wait = self.done >= self.scaler and step <= self.rise_steps
+        may_wait = self.may_wait(step)
         if may_wait and self.lr is not None and lr > self.lr:
             self.top = step
         waits = may_wait and step < self.WAIT * self.top

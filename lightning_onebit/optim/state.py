@@ -15,6 +15,7 @@ from torch import Tensor
 from lightning_onebit._names import shown_as
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
+from lightning_onebit.optim.agreement import Agreement
 from lightning_onebit.optim.arena import ArenaOptimizer, Phase
 from lightning_onebit.optim.masters import adopted
 from lightning_onebit.optim.options import CommonOptions
@@ -398,6 +399,7 @@ class StatefulOptimizer(ArenaOptimizer):
         self._check_complete(saved, books)
         self._abandon_step()
         self._state_shown.forget()
+        self._agreement = Agreement()
         ours = [{k: v for k, v in g.items() if k != "params"} for g in self.param_groups]
         with _without_hooks(self, "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks"):
             super().load_state_dict({"state": {}, "param_groups": state_dict["param_groups"]})

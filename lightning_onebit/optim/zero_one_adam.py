@@ -24,7 +24,7 @@ from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
-from lightning_onebit.optim.arena import Coefficients, Phase
+from lightning_onebit.optim.arena import PLAN_LANE, Coefficients, Phase
 from lightning_onebit.optim.masters import adopt_, adopted
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, RISE_STEPS, VariancePolicy, make_sync_policy
@@ -62,7 +62,7 @@ class ZeroOneAdam(RefreshingAdam):
     Between synchronisations replicas differ on purpose; ``consensus()`` shows the model that all ranks share, and
     ``synchronise()`` brings them together at once, which should end a training (the strategy does it). A group
     whose lr is 0 at a step and has been since the last synchronisation is left alone in it; when that holds for all
-    groups, the step is a dense round that does not touch v.
+    groups, the step averages gradients densely and does not touch v.
     The small control round is made at every step, silent ones included, so that skipping and clipping stay in lockstep.
 
     Args:
@@ -327,9 +327,10 @@ class ZeroOneAdam(RefreshingAdam):
     # ----- schedule ---------------------------------------------------------------------------------------------------
 
     def _wants_dense(self) -> bool:
-        if (self._phase is Phase.WARMUP and self.variance_policy.due(self._steps + 1)) or self._refresh_due():
-            return True
-        # at lr = 0 a one-bit round has no units to be sent in
+        return (self._phase is Phase.WARMUP and self.variance_policy.due(self._steps + 1)) or self._refresh_due()
+
+    def _stands_still(self) -> bool:
+        """Whether a one-bit round would have no units to be sent in: at lr = 0. To be asked once ranks have agreed on lr."""
         return all(g["lr"] == 0 for g in self.param_groups if g["compress"]) and not any(self._travelled)
 
     def _schedule_lr(self) -> float:
@@ -390,12 +391,11 @@ class ZeroOneAdam(RefreshingAdam):
             self._anchored = False
             self._record_round(synchronised=True)
         elif self.next_step_is_dense:
+            if self.variance_policy.may_wait(step):
+                self._agree()  # the next refresh follows from lr
             self._hold_momentum_flat()
-            if self._phase is Phase.WARMUP and self.variance_policy.due(step):
-                super()._step_dense(planned)
-                self._refreshed(planned, step)
-            else:
-                self._step_without_variance(planned)
+            super()._step_dense(planned)
+            self._refreshed(planned, step)
         super()._step_dense([i for i in active if i not in self._slot_of or i in self._late])
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
@@ -424,6 +424,12 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _step_without_variance(self, planned: list[int]) -> None:
         """A dense round at lr = 0: momenta of all ranks meet again, v is not touched and x does not move."""
+        self._hold_momentum_flat()
+        if self._reducer is not None:
+            self._reducer.select({PLAN_LANE})
+            self._reducer.finish()
+        if self._grad_scale != 1.0 and (grads := [g for i in planned if (g := self._params[i].grad) is not None]):
+            torch._foreach_mul_(grads, self._grad_scale)
         for i in planned:
             self._moment("m", i).lerp_(self._grad(i).float(), 1 - self._group(i)["betas"][0])
         self._count(planned)
@@ -523,7 +529,11 @@ class ZeroOneAdam(RefreshingAdam):
 
     # ----- one-bit rounds and local steps -----------------------------------------------------------------------------
 
-    def _step_compressed(self) -> None:
+    def _step_compressed(self) -> bool:
+        if self._stands_still():
+            self._step_without_variance([i for i in self._slots if self._active[i]])
+            super()._step_dense([i for i in self._dense if self._active[i]])
+            return True
         self._prepare_one_bit()
         # a group at lr = 0 is left alone, for what it would exchange has no units; unless local steps have given it some
         moving = [group["lr"] > 0 for group in self.param_groups]
@@ -542,6 +552,7 @@ class ZeroOneAdam(RefreshingAdam):
             self._anchored = False
         if self._phase is Phase.LOCAL:
             self._record_round(synchronised)
+        return False
 
     def _record_round(self, synchronised: bool) -> None:
         self.sync_policy.record(synchronised)
