@@ -11,7 +11,7 @@ import numpy as np
 import oracle
 import torch
 from harness import run_ranks
-from test_optim_adam import SMALL, Run, equal, joined
+from test_optim_adam import SMALL, Run, equal, joined, whole_state
 from torch import Tensor
 
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
@@ -20,7 +20,7 @@ from lightning_onebit.optim.binsgdm import BinSGDM
 from lightning_onebit.optim.lamb import OnebitLamb
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
-__all__ = ["SMALL", "Problem", "equal", "joined"]
+__all__ = ["SMALL", "Problem", "equal", "joined", "whole_state"]
 
 CLASSES: dict[str, type[OnebitOptimizer]] = {
     "onebit_adam": OnebitAdam,
@@ -104,7 +104,7 @@ class Problem(Run):
 
 def snapshot(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
     """Copies of everything a step may change."""
-    saved = optimizer.state_dict()
+    saved = whole_state(optimizer)
     books = {k: v for k, v in saved["onebit"].items() if k != "ledger"}
     return {
         "x": [p.detach().clone() for p in params],

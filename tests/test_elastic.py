@@ -28,6 +28,7 @@ from test_resume import OPTIONS, training_step
 import lightning_onebit as ob
 from lightning_onebit.comm import SimulatedWorld, plan_buckets
 from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.optim.compact import expanded
 from lightning_onebit.optim.redistribute import Redistribution
 
 CPU = torch.device("cpu")
@@ -453,7 +454,7 @@ def constant_worker(group: Any, rank: int, algorithm: str, steps: int, state: di
         for p in params:
             p.grad = torch.ones_like(p)
         optimizer.step()
-    saved: dict[str, Any] = optimizer.state_dict()
+    saved: dict[str, Any] = expanded(optimizer.state_dict())
     return saved
 
 

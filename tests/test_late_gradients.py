@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_support import CLASSES, equal, snapshot
+from optim_support import CLASSES, equal, snapshot, whole_state
 from torch import Tensor
 
 from lightning_onebit.comm import SimulatedWorld
@@ -154,7 +154,7 @@ def test_it_is_stepped_on_averaged_gradients_until_it_has_learned_then_compresse
         run.to(run.t + 10)
         run.optimizer.synchronise()
         assert (run.late - before).abs().min() > 0 and (run.late - before).abs().max() < 0.5
-        state = run.optimizer.state_dict()["state"][LATE]
+        state = whole_state(run.optimizer)["state"][LATE]
         m = state["exp_avg"] * (state["reciprocal_denominator"] if run.optimizer._preconditioned else 1)
         scales = [block.abs() for block in m.split(32)]
         assert all(block.max() < block.min() * 1.0001 for block in scales), "it is exchanged in bits"

@@ -21,6 +21,7 @@ from lightning_onebit.comm import PlanMismatch, StepRecord, plan_buckets
 from lightning_onebit.comm.transport import Pending
 from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim import OnebitAdam, Phase
+from lightning_onebit.optim.compact import expanded
 from lightning_onebit.optim.options import CommonOptions
 
 SHAPES = ((64, 33), (7,), (0,), (1,), (3, 2049), (4097,))
@@ -126,9 +127,14 @@ class Run:
         return simulated
 
 
+def whole_state(optimizer: Any) -> dict[str, Any]:
+    """``state_dict()`` with what is left out of it because it follows from the rest."""
+    return expanded(optimizer.state_dict())
+
+
 def state_of(optimizer: OnebitAdam, params: Sequence[torch.nn.Parameter]) -> dict[str, Any]:
     """Copies of everything a step may change, except counters."""
-    saved = optimizer.state_dict()
+    saved = whole_state(optimizer)
     return {
         "x": [p.detach().clone() for p in params],
         "state": {i: {k: v.clone() for k, v in s.items()} for i, s in saved["state"].items()},
@@ -1703,7 +1709,7 @@ def test_a_refresh_lets_denominators_follow_gradients_that_shrink() -> None:
         for t in range(steps):
             p.grad = torch.full((64,), 1.0 if t < 5 else 0.1)
             optimizer.step()
-        return 1 / optimizer.state_dict()["state"][0]["reciprocal_denominator"]
+        return 1 / whole_state(optimizer)["state"][0]["reciprocal_denominator"]
 
     torch.testing.assert_close(denominators(refresh_interval="never"), torch.ones(64))
     refreshed = denominators(refresh_interval=10, refresh_steps=2)
@@ -1868,10 +1874,10 @@ def test_a_refresh_of_one_step_leaves_what_has_no_gradient_in_it_bit_for_bit(pre
         p.grad, q.grad = torch.randn(100, generator=generator), torch.randn(100, generator=generator)
         optimizer.step()
     assert optimizer.next_step_is_dense
-    before = copy.deepcopy(optimizer.state_dict()["state"])
+    before = copy.deepcopy(whole_state(optimizer)["state"])
     p.grad, q.grad = torch.randn(100, generator=generator), None
     optimizer.step()
-    after = optimizer.state_dict()["state"]
+    after = whole_state(optimizer)["state"]
     assert after[1].keys() == before[1].keys() and not optimizer.next_step_is_dense
     for name in before[1]:
         assert torch.equal(before[1][name], after[1][name]), name

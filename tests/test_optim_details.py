@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from optim_support import equal, run_world
+from optim_support import equal, run_world, whole_state
 
 from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.comm.transport import Pending
@@ -158,7 +158,7 @@ def idle_at_synchronisations(group: Any, rank: int, world: int) -> Any:
         for i, p in enumerate(params):
             p.grad = None if t == 7 and i == 1 else torch.randn(p.shape, generator=draws)
         optimizer.step()
-    state = optimizer.state_dict()
+    state = whole_state(optimizer)
     return state["onebit"]["shrinking"]["energy"], state["state"][0][
         "preconditioned_momentum"
     ].double().square().sum().item()

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from optim_support import SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train
+from optim_support import SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train, whole_state
 
 from lightning_onebit.optim.lamb import OnebitLamb
 
@@ -284,7 +284,7 @@ def growing_worker(
     for t in range(64):
         for p in params:
             p.grad = ((-1.0 - 0.2 * torch.randn(p.shape, generator=draws)) / (1 + 0.02 * t)).to(p.dtype)
-        before = optimizer.state_dict()["state"]
+        before = whole_state(optimizer)["state"]
         optimizer.step()
         state = optimizer.state_dict()
         books, used = state["onebit"], optimizer.get_lamb_coeffs()
@@ -358,7 +358,7 @@ def noisy_worker(group: Any, rank: int, world: int, signal: float) -> tuple[floa
         momentum = 0.9 * momentum + 0.1 * torch.stack(gradients).double().mean(0)
         p.grad = gradients[rank]
         optimizer.step()
-    state = optimizer.state_dict()["state"][0]
+    state = whole_state(optimizer)["state"][0]
     exchanged, r = state["preconditioned_momentum"].double(), state["reciprocal_denominator"].double()
     norm = float(p.detach().double().norm())
     return (
@@ -501,7 +501,7 @@ def test_a_refresh_renews_the_denominators() -> None:
     params, optimizer = tracked(freeze_step=2, refresh_interval=30, betas=(0.9, 0.9))
     for _ in range(2 + 30 + 4):
         stepped(params, optimizer, scale=0.1 if optimizer.steps >= 2 else 1.0)
-    r = optimizer.state_dict()["state"][0]["reciprocal_denominator"]
+    r = whole_state(optimizer)["state"][0]["reciprocal_denominator"]
     # v counts each of the four gradients for 1 + 30 // 4 steps
     kept = 0.9 ** (4 * 8)
     v = kept * (1 - 0.9**2) + 0.01 * (1 - kept)
@@ -573,7 +573,7 @@ def test_clipped_gradients_are_measured_as_they_enter_the_exchange() -> None:
         params, optimizer = tracked(freeze_step=2, max_grad_norm=limit, denominator_floor=0.0)
         for _ in range(3):
             stepped(params, optimizer)
-        books = optimizer.state_dict()
+        books = whole_state(optimizer)
         seen.append([books["onebit"][name][0] for name in ("energy", "signal")])
         if limit is not None:
             clipped = limit / 80**0.5  # of each element: 80 ones

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from optim_support import Problem, close, equal, joined, run_world, snapshot, sure, train
+from optim_support import Problem, close, equal, joined, run_world, snapshot, sure, train, whole_state
 
 from lightning_onebit.checkpoint import Stamp, restore_residuals, write_shard
 from lightning_onebit.optim import Phase
@@ -501,7 +501,7 @@ def worlds_worker(group: Any, rank: int, world: int, saved: Any, first: int, las
         p.grad = worlds_gradient(t, rank).float()
         dense = optimizer.next_step_is_dense
         optimizer.step()
-        v, state = optimizer._flat.get("v"), optimizer.state_dict()
+        v, state = optimizer._flat.get("v"), whole_state(optimizer)
         seen.append((dense, optimizer._variance_steps.get(0, optimizer._t[0]), None if v is None else v[:40].clone()))
     return p.detach().clone(), state, optimizer.residual_state_dict(), seen
 

@@ -13,6 +13,7 @@ from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.arena import Coefficients, Phase
 from lightning_onebit.optim.base import OnebitOptimizer
+from lightning_onebit.optim.compact import Inversion, compact
 from lightning_onebit.optim.options import CommonOptions, check_flag, check_integer, check_number
 from lightning_onebit.optim.rules import (
     dense_adamw_,
@@ -267,6 +268,15 @@ class AdamMoments(OnebitOptimizer):
         if not self.settings["bias_correction"]:
             return 1.0
         return (1.0 - self._group(index)["betas"][1] ** max(1, self._t[index])) / self._second_correction(index)
+
+    @torch.no_grad()
+    def _compacted(self, packed: dict[str, Any]) -> dict[str, Any]:
+        if "r" not in self._flat or "v" in self._flat:
+            return packed
+        inversions = {
+            i: Inversion(self._group(i)["eps"], self._age(i) * self._second_correction(i)) for i in self._slots
+        }
+        return compact(packed, inversions, self.options.block_size)
 
     def _books(self) -> dict[str, Any]:
         return {**super()._books(), "variance_steps": dict(self._variance_steps)}

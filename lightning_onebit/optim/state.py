@@ -17,6 +17,7 @@ from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.agreement import Agreement
 from lightning_onebit.optim.arena import ArenaOptimizer, Phase
+from lightning_onebit.optim.compact import expanded
 from lightning_onebit.optim.masters import adopted
 from lightning_onebit.optim.options import CommonOptions
 from lightning_onebit.optim.redistribute import remedy
@@ -110,11 +111,15 @@ class StatefulOptimizer(ArenaOptimizer):
         """
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        packed = self._packed_state()
+        packed = self._compacted(self._packed_state())
         for after in self._optimizer_state_dict_post_hooks.values():
             replaced = after(self, packed)
             if replaced is not None:
                 packed = replaced
+        return packed
+
+    def _compacted(self, packed: dict[str, Any]) -> dict[str, Any]:
+        """A state without what follows from the rest of it."""
         return packed
 
     @torch.no_grad()
@@ -382,7 +387,7 @@ class StatefulOptimizer(ArenaOptimizer):
             replaced = before(self, state_dict)
             if replaced is not None:
                 state_dict = replaced
-        self._unpack_state(state_dict)
+        self._unpack_state(expanded(state_dict))
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
