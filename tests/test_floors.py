@@ -12,11 +12,13 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "lightning_onebit"
 
 # what a floor may import of this package, besides itself
-BELOW = {
+BELOW: dict[str, set[str]] = {
     "kernels": set(),
     "comm": {"kernels"},
     "optim": {"comm", "kernels"},
 }
+# types of options and names in errors: they import nothing of this package, and every floor may import them
+GROUND = {"_choices", "_names"}
 # what a floor may import from elsewhere, besides the standard library
 OUTSIDE = {
     "kernels": {"torch", "numpy", "cupy", "numba"},
@@ -24,7 +26,7 @@ OUTSIDE = {
     "optim": {"torch", "numpy"},
 }
 # modules that adapt the optimizers to Lightning: they see the floors below, and nothing that people look at above them
-STRATEGY = {"strategy", "registry", "_trees", "lightning", "pytorch_lightning", "checkpoint", "convert"}
+STRATEGY = {"strategy", "fabric", "registry", "_trees", "lightning", "pytorch_lightning", "checkpoint", "ddp"}
 ABOVE = {"callbacks", "metrics", "planner", "cli", "bench", "figures", "doctor", "migration", "_console"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
 
@@ -62,9 +64,14 @@ def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
         for name in imports(path):
             other = floor_of(name)
             if other is not None:
-                assert other in BELOW[floor] | {floor}, (
+                assert other in BELOW[floor] | {floor} | GROUND, (
                     f"{path.name} imports {name}: floor {floor} may not know {other!r}"
                 )
+
+
+@pytest.mark.parametrize("module", sorted(GROUND))
+def test_what_every_floor_may_import_imports_nothing_of_this_package(module: str) -> None:
+    assert not [name for name in imports(PACKAGE / f"{module}.py") if floor_of(name) is not None]
 
 
 @pytest.mark.parametrize("floor", sorted(OUTSIDE))
