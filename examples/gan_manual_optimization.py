@@ -63,7 +63,9 @@ class DigitGAN(pl.LightningModule):
     def training_step(self, batch: list[Tensor], batch_idx: int) -> None:
         """One step of each network."""
         images = batch[0]
-        noise = torch.randn(len(images), NOISE, device=self.device)
+        # noise of this rank's own: with that of another one it would compute the same gradients
+        draws = torch.Generator().manual_seed(self.global_step * self.trainer.world_size + self.global_rank)
+        noise = torch.randn(len(images), NOISE, generator=draws).to(self.device)
         optimizers: Any = self.optimizers()
         for_generator, for_discriminator = optimizers
 

@@ -289,6 +289,20 @@ def cli_rank(rank: int, world: int, arguments: list[str], folder: str) -> str:
     return printed.getvalue()
 
 
+def steps_of(printed: str) -> dict[str, tuple[int, ...]]:
+    """Dense, compressed and skipped steps of every optimizer, from the tables that CompressionStats has printed."""
+    found: dict[str, tuple[int, ...]] = {}
+    for text in printed.split("Compression since the start of training")[1:]:
+        lines = text.splitlines()
+        names = re.split(r"\s{2,}", lines[1].strip())
+        counts = []
+        for kind in ("dense", "compressed", "skipped"):
+            row = next(line for line in lines if line.strip().startswith(f"{kind} steps "))
+            counts.append([int(count) for count in row.partition("steps")[2].split()])
+        found |= dict(zip(names, zip(*counts, strict=True), strict=True))
+    return found
+
+
 @pytest.mark.parametrize(
     ("config", "extra", "converted"),
     [
@@ -303,7 +317,7 @@ def test_cli_trains_from_configuration(config: str, extra: list[str], converted:
     arguments = ["fit", "--config", str(EXAMPLES / "cli" / config), *SMALL_CLI, *extra]
     printed = run_ranks(cli_rank, 2, arguments, str(tmp_path), timeout=150)[0]
     # 20 % of 10 steps dense, the rest compressed; the line is the statistics callback's
-    assert re.search(r"OnebitAdam +2 +8 +0 ", printed), printed[-3000:]
+    assert steps_of(printed) == {"OnebitAdam": (2, 8, 0)}, printed[-3000:]
     assert ("AdamW is converted to OnebitAdam" in printed) is converted
 
 
@@ -321,7 +335,7 @@ def test_cli_trains_zero_one_adam_from_configuration(tmp_path: Path) -> None:
     config = str(EXAMPLES / "cli" / "zero_one_adam.yaml")
     short = ["--trainer.strategy.init_args.var_freeze_step", "4", "--trainer.strategy.init_args.local_step_scaler", "2"]
     printed = run([CLI, "fit", "--config", config, *SMALL_CLI, *short], tmp_path)
-    assert re.search(r"ZeroOneAdam +4 +6 +0 ", printed), printed[-3000:]
+    assert steps_of(printed) == {"ZeroOneAdam": (4, 6, 0)}, printed[-3000:]
 
 
 # ----- the other examples, each as it is, but smaller -------------------------------------------------------------------
@@ -337,7 +351,7 @@ def test_digits_learns_with_the_automatic_freeze(tmp_path: Path) -> None:
     found = re.search(r"validation loss ([\d.]+), accuracy ([\d.]+) %", printed)
     assert found, printed[-3000:]
     assert float(found[2]) > 85, "ten classes: 10 % is chance"
-    assert re.search(r"OnebitAdam +25 +101 +0 ", printed), "20 % of 126 steps are dense, the rest compressed"
+    assert steps_of(printed) == {"OnebitAdam": (25, 101, 0)}, "20 % of 126 steps are dense, the rest compressed"
 
 
 def test_masked_model_trains_with_lamb_at_batches_by_accumulation(tmp_path: Path) -> None:
@@ -345,7 +359,7 @@ def test_masked_model_trains_with_lamb_at_batches_by_accumulation(tmp_path: Path
     small += ["--width", "32", "--train-bytes", "65536"]
     printed = output_of("bert_mlm_lamb", small, tmp_path)
     assert "24 windows per step, replicas identical" in printed
-    assert re.search(r"OnebitLamb +2 +6 +0 ", printed), printed[-3000:]
+    assert steps_of(printed) == {"OnebitLamb": (2, 6, 0)}, printed[-3000:]
     assert float(re.findall(r"validation loss ([\d.]+)", printed)[-1]) < 5.6, "log(256) = 5.55 before training"
 
 
@@ -365,7 +379,7 @@ def test_fine_tuning_goes_on_from_the_weights_with_another_algorithm(tmp_path: P
     printed = output_of("finetune", [*small, "--width", "32"], tmp_path)
     before, after = map(float, re.findall(r"English: ([\d.]+) before, ([\d.]+) after", printed)[0])
     assert after < before, printed[-3000:]
-    assert re.search(r"OnebitAdam +2 +8 +0 ", printed) and re.search(r"ZeroOneAdam +4 +12 +0 ", printed)
+    assert steps_of(printed) == {"OnebitAdam": (2, 8, 0), "ZeroOneAdam": (4, 12, 0)}, printed[-3000:]
     assert "replicas identical" in printed
     folder = tmp_path / "demo_out" / "finetune"
     assert (folder / "pretrained.ckpt").is_file()
@@ -381,9 +395,8 @@ def test_manual_has_no_file_in_common_with_the_corpus() -> None:
 def test_gan_trains_two_compressed_optimizers_by_hand(tmp_path: Path) -> None:
     printed = output_of("gan_manual_optimization", ["--epochs", "1", "--freeze-step", "8"], tmp_path)
     assert "replicas identical" in printed
-    rows = re.findall(r"(\w+) ([01]) +(\d+) +(\d+) +0 ", printed)
-    assert [row[1] for row in rows] == ["0", "1"], printed[-3000:]
-    assert all((dense, compressed) == ("8", "13") for _, _, dense, compressed in rows)
+    assert steps_of(printed) == {"OnebitAdam 0": (8, 13, 0), "OnebitAdam 1": (8, 13, 0)}, printed[-3000:]
+    assert "all ranks had the same gradients" not in printed, "each rank draws noise of its own"
 
 
 def test_fabric_accumulates_clips_freezes_and_resumes(tmp_path: Path) -> None:
