@@ -302,7 +302,7 @@ def broken_dense_group(group: Any, rank: int, world: int) -> tuple[str, bool]:
 
 def test_with_overlap_a_bad_gradient_of_a_dense_group_is_an_error_before_anything_moves() -> None:
     for said, unmoved in run_world(broken_dense_group, 2):
-        assert "step 5" in said and "compress=False group" in said and unmoved
+        assert "step 5" in said and "averaged densely" in said and unmoved
 
 
 # ----- 0/1 Adam: what is written into the model, and saved from it ------------------------------------------------------------------------
