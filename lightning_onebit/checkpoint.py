@@ -16,15 +16,17 @@ seen has its shards.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import IO, Any
 
 import torch
 from fsspec.core import url_to_fs  # type: ignore[import-untyped]
@@ -40,9 +42,34 @@ log = logging.getLogger("lightning_onebit")
 SHARD_VERSION = 1
 #: key of the stamp in a ``.ckpt``
 STAMP_KEY = "lightning_onebit"
+# where Lightning's own plugin for torch.save is defined
+_TORCH_IO = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
 _ID = re.compile(r"[0-9a-f]{32}")
 # longest message that ranks tell each other, bytes
 _MESSAGE_BYTES = 1024
+
+
+class GoodCheckpoints:
+    """The checkpoints that a run can go on from, those that it has loaded or written, oldest first."""
+
+    def __init__(self) -> None:
+        self._paths: list[str] = []
+
+    def add(self, path: str, optimizers: Iterable[OnebitOptimizer]) -> None:
+        """Notes a file that has been written or loaded."""
+        self.discard(path, ())
+        self._paths.append(path)
+        self.tell(optimizers)
+
+    def discard(self, path: str, optimizers: Iterable[OnebitOptimizer]) -> None:
+        """Notes that a file has been removed."""
+        self._paths = [other for other in self._paths if other != path]
+        self.tell(optimizers)
+
+    def tell(self, optimizers: Iterable[OnebitOptimizer]) -> None:
+        """Lets optimizers name the newest one when they refuse to be saved."""
+        for optimizer in optimizers:
+            optimizer._whole.checkpoint = self._paths[-1] if self._paths else None
 
 
 class ShardError(RuntimeError):
@@ -97,6 +124,106 @@ class Stamp:
 # ----- files ----------------------------------------------------------------------------------------------------------
 
 
+@contextlib.contextmanager
+def replacing(path: str, temporary: str) -> Iterator[IO[bytes]]:
+    """A local file to be written, which takes the place of ``path`` at the end, on disk and whole; after an error nothing has changed.
+
+    Args:
+        path: the file.
+        temporary: its name until then, in the same folder.
+    """
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+    sync_folder(os.path.dirname(path))
+
+
+def sync_folder(folder: str) -> None:
+    """Brings the names in a local folder to disk, on file systems that can."""
+    try:
+        number = os.open(folder or ".", os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
+    finally:
+        os.close(number)
+
+
+class DurableSave:
+    """Stands in for ``save_checkpoint`` of Lightning's ``TorchCheckpointIO``: local files are replaced in one move, and are on disk then.
+
+    Lightning writes them in the folder for temporary files, from which another file system is reached by copying: a run that dies in
+    the midst of that leaves half a file in the place of a good one.
+    """
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    def __call__(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        """Writes beside the file, flushes to disk and renames; what is not a local file is Lightning's to write."""
+        fs, local = url_to_fs(str(path))
+        if storage_options is not None or not isinstance(fs, LocalFileSystem) or not _saves_by_torch(self._plugin):
+            type(self._plugin).save_checkpoint(self._plugin, checkpoint, path, storage_options)
+            return
+        folder, name = os.path.split(local)
+        os.makedirs(folder, exist_ok=True)
+        # nothing that looks for checkpoints by their names finds these
+        stem = f".{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+        with replacing(local, os.path.join(folder, f"{stem}-{_host()}-{os.getpid()}.tmp")) as file:
+            torch.save(checkpoint, file)
+        _remove_left_over(folder, stem)
+
+
+def durable(plugin: Any) -> Any:
+    """Makes Lightning's own ``TorchCheckpointIO`` replace local files in one move, alone or within a plugin that wraps it.
+
+    A plugin of the user's that writes files itself stays as it is.
+    """
+    wrapped = getattr(plugin, "_checkpoint_io", None)
+    if wrapped is not None:
+        durable(wrapped)
+    elif _saves_by_torch(plugin) and "save_checkpoint" not in vars(plugin):
+        plugin.save_checkpoint = DurableSave(plugin)
+    return plugin
+
+
+def _saves_by_torch(plugin: Any) -> bool:
+    """Whether it is Lightning's code that writes."""
+    return getattr(type(plugin), "save_checkpoint", None).__module__ in _TORCH_IO
+
+
+def _host() -> str:
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def _remove_left_over(folder: str, stem: str) -> None:
+    """Removes what processes of this machine that have died have left of a file."""
+    if os.name != "posix":
+        return  # signal 0 asks nothing there
+    for name in os.listdir(folder):
+        match = re.fullmatch(rf"{re.escape(stem)}-{_host()}-(\d+)\.tmp", name)
+        if match is None:
+            continue
+        try:
+            os.kill(int(match[1]), 0)
+        except ProcessLookupError:
+            with contextlib.suppress(OSError):
+                os.remove(os.path.join(folder, name))
+        except OSError:
+            continue
+
+
 def resolve(checkpoint_path: str) -> str:
     """The file that a checkpoint's path stands for: ``last.ckpt`` may be a link to the one that has the shards."""
     fs, path = url_to_fs(checkpoint_path)
@@ -136,17 +263,9 @@ def write_shard(checkpoint_path: str, stamp: Stamp, rank: int, states: Sequence[
             with fs.open(path, "wb") as file:
                 torch.save(shard, file)
             return
-        temporary = f"{path}.{os.getpid()}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                torch.save(shard, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                os.remove(temporary)
-            raise
+        with replacing(path, f"{path}.{os.getpid()}.tmp") as file:
+            torch.save(shard, file)
+        sync_folder(os.path.dirname(os.path.dirname(path)))  # its folder is new
     except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
         raise ShardError(f"cannot write {target}: {error}") from error
 

@@ -32,8 +32,10 @@ from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import FABRICS
 from lightning_onebit.checkpoint import (
     STAMP_KEY,
+    GoodCheckpoints,
     ShardError,
     Stamp,
+    durable,
     remove_shards,
     restarted,
     restore_residuals,
@@ -161,6 +163,7 @@ class FabricMixin(_Base):
         # on all ranks alike; their state can still be saved
         self._released: weakref.WeakSet[OnebitOptimizer] = weakref.WeakSet()
         self._settle_due = False
+        self._good = GoodCheckpoints()
         self._names = WeakTensorKeyDictionary()
         self._sync = True
         self._unscale: _LockstepUnscale | None = None
@@ -472,7 +475,16 @@ class FabricMixin(_Base):
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, path: Any, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Fabric's; what differs by rank is written by every rank beside the file. Collective."""
+        """Fabric's; what differs by rank is written by every rank beside the file. Collective.
+
+        Raises:
+            ShardError: on every rank, if any of them cannot write its part; an older checkpoint of this name stays whole.
+            TornStep: the last step of an optimizer that is saved, or whose model is, did not end on this rank; no file is touched.
+        """
+        full = self._optimizers_in(state)
+        for optimizer in self.onebit_optimizers:
+            if optimizer in full or self._concerns(optimizer, state):
+                optimizer.check_whole(weights_only=optimizer not in full)
         # once a forward or backward has followed on the last step, 0/1 Adam's models show a rank's own weights
         with contextlib.ExitStack() as shown:
             for optimizer in self.onebit_optimizers:
@@ -504,6 +516,23 @@ class FabricMixin(_Base):
             asynchronous=_asynchronous(self.checkpoint_io),
         )
         self._sweep(path, older)
+        self._good.add(path, saved)
+
+    @staticmethod
+    def _concerns(optimizer: OnebitOptimizer, state: Any) -> bool:
+        """Whether any of an optimizer's parameters is in what is saved."""
+        values = state.values() if isinstance(state, dict) else [state]
+        params = {id(p) for value in values if isinstance(value, torch.nn.Module) for p in value.parameters()}
+        return any(id(p) in params for p in _parameters([optimizer]))
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The checkpoint plugin; Fabric's own ``TorchCheckpointIO`` replaces local files in one move (``DurableSave``)."""
+        return durable(super().checkpoint_io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        super(FabricMixin, type(self)).checkpoint_io.fset(self, checkpoint_io)  # type: ignore[attr-defined]
 
     def _optimizers_in(self, state: Any) -> list[OnebitOptimizer]:
         """The compressed optimizers in what is saved or loaded, by their keys; alike on all ranks."""
@@ -536,6 +565,7 @@ class FabricMixin(_Base):
                 rank_zero_warn(f"resuming without residuals, which start from zero: {error}")
             for optimizer in loaded:
                 optimizer.show_consensus()
+            self._good.add(str(path), loaded)
         rest.pop(STAMP_KEY, None)
         return rest
 

@@ -47,8 +47,10 @@ from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import BOUND_MODULES, PACKAGES, TREES, tree_of
 from lightning_onebit.checkpoint import (
     STAMP_KEY,
+    GoodCheckpoints,
     ShardError,
     Stamp,
+    durable,
     remove_shards,
     restarted,
     restore_residuals,
@@ -69,6 +71,7 @@ from lightning_onebit.optim import OnebitOptimizer, Phase
 from lightning_onebit.optim.arena import TRAINABLE_DTYPES
 from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
 from lightning_onebit.optim.options import check_choice, check_integer
+from lightning_onebit.optim.torn import signals_held
 from lightning_onebit.registry import Algorithm, check_options, find_algorithm, register
 
 if TYPE_CHECKING:
@@ -334,6 +337,9 @@ class OnebitMixin(_Base):
         self._overlap_dense = overlap_dense
         self._strict_residuals = strict_residuals
         self._loaded_from: str | None = None
+        self._good = GoodCheckpoints()
+        # what signals have asked for that came within an optimizer's step
+        self._waiting: list[Callable[[], None]] = []
         # by path: ids of the checkpoints that an asynchronous plugin was given, oldest first
         self._in_flight: dict[str, list[str]] = {}
         self._unscale: _LockstepUnscale | None = None
@@ -485,6 +491,9 @@ class OnebitMixin(_Base):
         run = self._run
         assert run is not None
         run.optimizers = self.onebit_optimizers
+        self._good.tell(self.onebit_optimizers)
+        for optimizer in self.onebit_optimizers:
+            optimizer._later = self._waiting.append
         if not _connected():
             return
         if run.dense is not None:
@@ -755,7 +764,10 @@ class OnebitMixin(_Base):
             compressed.begin_backward(sync)
         if run is not None and run.dense is not None and sync:
             run.dense.begin()
-        self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
+        # what has been sent in backward can only be followed by the step
+        early = any(compressed.options.overlap == "backward" for compressed in concerned)
+        with signals_held(self._waiting.append) if early else contextlib.nullcontext():
+            self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         if sync and self.lightning_module.automatic_optimization:
             # no other backward comes before the step: whoever waits for these, in the midst of a backward, comes to what follows
             for compressed in concerned:
@@ -780,6 +792,26 @@ class OnebitMixin(_Base):
         if self.lightning_module.automatic_optimization:
             self._show_consensus()
         return result
+
+    def _handle_signals(self) -> None:
+        """Handles what came within a step: between two batches Lightning's own counters agree with the optimizers'."""
+        while self._waiting:
+            self._waiting.pop(0)()
+
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Lightning's; handles signals that came within the last step."""
+        self._handle_signals()
+        super().on_train_batch_start(*args, **kwargs)
+
+    def on_validation_start(self) -> None:
+        """Lightning's; handles signals that came within the last step."""
+        self._handle_signals()
+        super().on_validation_start()
+
+    def on_train_end(self) -> None:
+        """Lightning's; handles signals that came within the last step."""
+        self._handle_signals()
+        super().on_train_end()
 
     def _show_local(self) -> None:
         """Within a training step every rank works on its own weights."""
@@ -868,10 +900,13 @@ class OnebitMixin(_Base):
 
         Raises:
             ShardError: on every rank, if any of them cannot write its part; an older checkpoint of this name stays whole.
+            TornStep: the last step of an optimizer did not end on this rank; no file is touched.
         """
         save = super().save_checkpoint
-        states = []
-        if "optimizer_states" in checkpoint:
+        states, full = [], "optimizer_states" in checkpoint
+        for optimizer in self.onebit_optimizers:
+            optimizer.check_whole(weights_only=not full)
+        if full:
             states = [optimizer.residual_state_dict() for optimizer in self.onebit_optimizers]
         transport = self._everyone("checkpoint")
         if any(state["world_size"] != transport.size for state in states):
@@ -883,6 +918,8 @@ class OnebitMixin(_Base):
             older = shard_ids(str(filepath))
             save(checkpoint, filepath, storage_options)
             self._sweep(str(filepath), "", older)
+            if full:
+                self._good.add(str(filepath), self.onebit_optimizers)
             return
         # metrics in file names may differ by rank: rank 0's name counts, as rank 0's file does
         path, chosen = self.broadcast((str(filepath), uuid.uuid4().hex))
@@ -900,13 +937,24 @@ class OnebitMixin(_Base):
             asynchronous=self._saves_asynchronously,
         )
         self._sweep(path, stamp.id, older)
+        self._good.add(path, self.onebit_optimizers)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Lightning's, and what lies beside the file."""
         super().remove_checkpoint(filepath)
+        self._good.discard(str(filepath), self.onebit_optimizers)
         if self._cleans:
             self._in_flight.pop(str(filepath), None)
             remove_shards(str(filepath))
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The checkpoint plugin; Lightning's own ``TorchCheckpointIO`` replaces local files in one move (``DurableSave``)."""
+        return durable(super().checkpoint_io)
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, checkpoint_io: Any) -> None:
+        super(OnebitMixin, type(self)).checkpoint_io.fset(self, checkpoint_io)  # type: ignore[attr-defined]
 
     @property
     def _cleans(self) -> bool:
@@ -943,6 +991,8 @@ class OnebitMixin(_Base):
             ShardError: that is missing or damaged, and ``strict_residuals=True``; otherwise it is a warning.
         """
         super().load_optimizer_state_dict(checkpoint)
+        if self._loaded_from is not None:
+            self._good.add(self._loaded_from, self.onebit_optimizers)
         for plain, converted in self._converted.items():
             stand_in(plain, converted)  # loading makes new groups
         lost = self._restore_residuals(checkpoint) if self.onebit_optimizers else None
@@ -994,6 +1044,7 @@ class OnebitMixin(_Base):
         """Gives communication back: hooks, buffers and process groups. Optimizers keep their state, parameters their memory."""
         self._end_run()
         super().teardown()
+        self._handle_signals()
         # an asynchronous plugin has now written everything
         while self._in_flight:
             path, written = self._in_flight.popitem()
@@ -1001,6 +1052,8 @@ class OnebitMixin(_Base):
 
     def _end_run(self) -> None:
         self._sync_backward = True
+        for optimizer in self.onebit_optimizers:
+            optimizer._later = None
         for plain, converted in self._converted.items():
             stand_down(plain, converted)
         if self._run is not None:

@@ -69,8 +69,6 @@ KILLS = {
 
 
 def arm(moment: str) -> None:
-    import fsspec.implementations.local as local
-
     import lightning_onebit.strategy as strategy
 
     if moment == "warm-up":
@@ -80,11 +78,11 @@ def arm(moment: str) -> None:
     elif moment == "round 2":
         at("round 2", 8, die)
     elif moment == "writing its shard":
-        at_call(os, "fsync", 5, die)
+        at_call(os, "fsync", 13, die)  # of its fifth shard: each is the file's, its folder's and the folder's of that
     elif moment == "between its shard and the others'":
         at_call(os, "replace", 5, die)
     elif moment == "writing the checkpoint":
-        at_call(local.LocalFileOpener, "commit", 8, die)
+        at_call(os, "replace", 13, die)  # after seven checkpoints and five shards
     else:
         at_call(strategy, "remove_shards", 8, die)
 

@@ -6,6 +6,16 @@ from lightning_onebit.optim.base import OnebitOptimizer
 from lightning_onebit.optim.binsgdm import BinSGDM
 from lightning_onebit.optim.lamb import OnebitLamb
 from lightning_onebit.optim.options import CommonOptions
+from lightning_onebit.optim.torn import TornStep
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
-__all__ = ["BinSGDM", "CommonOptions", "OnebitAdam", "OnebitLamb", "OnebitOptimizer", "Phase", "ZeroOneAdam"]
+__all__ = [
+    "BinSGDM",
+    "CommonOptions",
+    "OnebitAdam",
+    "OnebitLamb",
+    "OnebitOptimizer",
+    "Phase",
+    "TornStep",
+    "ZeroOneAdam",
+]

@@ -5,6 +5,7 @@ No algorithm and no step lives here; ``base`` adds the step that all share, ``st
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from enum import Enum
@@ -36,6 +37,7 @@ from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.agreement import Agreement
 from lightning_onebit.optim.masters import Comparison, adopt_
 from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number, refuse_ignored
+from lightning_onebit.optim.torn import Wholeness, signals_held
 
 # lanes of the dense reducer: parameters in the block plan, and those of compress=False groups
 PLAN_LANE, DENSE_LANE = 0, 1
@@ -113,6 +115,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._plan: Plan | None = None
         self._phase = Phase.WARMUP
         self._steps = 0
+        self._whole = Wholeness()
         self._skipped = 0
         self._skips_in_a_row = 0
         self._hyperparameters = tuple(defaults)
@@ -194,6 +197,12 @@ class ArenaOptimizer(torch.optim.Optimizer):
         """Steps skipped because some rank's gradient was not finite."""
         return self._skipped
 
+    @property
+    def torn(self) -> bool:
+        """Whether a step has begun that did not end, so that weights and state are not those of one step; see ``TornStep``."""
+        whole = self._whole
+        return bool(whole.cause) or (bool(whole.under_way) and not whole.within and not self._sending)
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; ``compress=False`` in it keeps its parameters densely averaged for ever.
 
@@ -213,6 +222,30 @@ class ArenaOptimizer(torch.optim.Optimizer):
             raise
         if self._plan is not None:
             self._build()
+
+    @property
+    def _sending(self) -> bool:
+        """Whether backward has begun an exchange that the next step ends."""
+        return False
+
+    def _drop_exchange(self) -> None:
+        """Forgets an exchange that cannot be ended."""
+
+    def _refuse_torn(self) -> None:
+        """Raises where the last step did not end."""
+        if self.torn:
+            raise self._whole.error(type(self).__name__)
+
+    @contextlib.contextmanager
+    def _changing(self, what: str, *, anew: bool = False) -> Iterator[None]:
+        """Within it state changes outside of a step, all or nothing; ``anew``: all of it is replaced."""
+        if anew:
+            if self.torn:
+                self._drop_exchange()
+            self._whole.reset()
+        self._refuse_torn()
+        with signals_held(), self._whole.change(what):
+            yield
 
     # ----- what an algorithm says about its state ----------------------------------------------------------------------
 
@@ -420,11 +453,12 @@ class ArenaOptimizer(torch.optim.Optimizer):
         if not stays and self._plan is not None:
             self._segments = []
         self._index(newcomers, in_order=stays or self._plan is None)
-        if stays:
-            self._layout_dense(kept)
-            self._append()
-        else:
-            self._layout(kept)
+        with self._changing("laying out state"):
+            if stays:
+                self._layout_dense(kept)
+                self._append()
+            else:
+                self._layout(kept)
         if connect:
             self._connect()
         if self._transport is not None:

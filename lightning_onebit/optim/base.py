@@ -41,6 +41,7 @@ from lightning_onebit.optim.agreement import AGREE_EVERY
 from lightning_onebit.optim.arena import DENSE_LANE, PLAN_LANE, Coefficients, Lookups, Phase
 from lightning_onebit.optim.options import CommonOptions, check_number
 from lightning_onebit.optim.state import StatefulOptimizer
+from lightning_onebit.optim.torn import signals_held
 
 log = logging.getLogger("lightning_onebit")
 
@@ -102,6 +103,8 @@ class OnebitOptimizer(StatefulOptimizer):
         self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
     ) -> None:
         super().__init__(params, defaults, options, settings or {})
+        # given what signals ask for that come within a step (a strategy's, which handles them between two batches)
+        self._later: Callable[[Callable[[], None]], None] | None = None
         # facts of the running step
         self._present: list[bool] | None = None
         self._verdict: Control | None = None
@@ -175,7 +178,8 @@ class OnebitOptimizer(StatefulOptimizer):
             raise RuntimeError(
                 f"{type(self).__name__}.freeze() at step {self._steps}, but freeze_step={self.freeze_step} was given; use one or the other"
             )
-        self._freeze_now()
+        with self._changing("freeze()"):
+            self._freeze_now()
 
     @torch.inference_mode(False)  # as in freeze()
     @torch.no_grad()
@@ -207,6 +211,10 @@ class OnebitOptimizer(StatefulOptimizer):
             )
         if self._session is not None:
             raise RuntimeError(f"{name}.thaw(): an exchange is under way; call it between step() and the next backward")
+        with self._changing("thaw()"):
+            self._thaw_now()
+
+    def _thaw_now(self) -> None:
         self._phase, self._decision = Phase.WARMUP, None
         self._state_shown.renew()
         if self._plan is None:
@@ -259,11 +267,12 @@ class OnebitOptimizer(StatefulOptimizer):
                 f"reset_state(): {self.name_of(frozen[0])} is exchanged in one bit, and its second moments have frozen in phase "
                 f"{self._phase.value!r}; call reset_state() without parameters, or reset it before the freeze"
             )
-        for i in indices:
-            for name in self._arenas():
-                self._moment(name, i).zero_()
-            self._t[i] = 0
-        self._lookups = Lookups()
+        with self._changing("reset_state()"):
+            for i in indices:
+                for name in self._arenas():
+                    self._moment(name, i).zero_()
+                self._t[i] = 0
+            self._lookups = Lookups()
 
     @property
     def _learns_again(self) -> bool:
@@ -281,7 +290,7 @@ class OnebitOptimizer(StatefulOptimizer):
         Raises:
             FloatingPointError: the last step's exchange was not finite (said here on CUDA, where a step does not wait to know).
         """
-        self._settle_doubt()
+        self.check_whole()
         self._state_shown.renew()
 
     def configure_communication(
@@ -396,6 +405,10 @@ class OnebitOptimizer(StatefulOptimizer):
         """
         if self._session is not None:
             self._launch_rest(self._session)
+
+    def _prepare(self) -> None:
+        self._refuse_torn()
+        super()._prepare()
 
     def _average_gradients(self) -> None:
         """See ``sync_gradients``; after ``_prepare()``."""
@@ -532,18 +545,31 @@ class OnebitOptimizer(StatefulOptimizer):
                 step or by ``state_dict()``, whichever comes first; BinSGDM sends no scales, and trains on).
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
+            TornStep: the last step did not end.
+
+        An error before the exchange (while gradients are averaged, in the control round) leaves weights and state as they were. A later
+        one leaves the optimizer ``torn``. Signals that have handlers in Python wait for the end of the step; a second one of its kind
+        does not.
         """
         loss = None
         self._state_shown.check()
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with signals_held(self._later):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        """``step()``, after the closure."""
         self._prepare()
         self._adopt()
         dense = self._decision = self.next_step_is_dense
         self._average_gradients()
         if self._early and not dense:
-            return self._step_early(loss)
+            with self._whole.change(self._naming_step()):
+                self._step_early()
+            return
         if dense and (self._steps + 1) % AGREE_EVERY == 0:
             self._agree()
         self._settle_doubt()
@@ -552,8 +578,12 @@ class OnebitOptimizer(StatefulOptimizer):
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
         self._active = list(verdict.present[: len(self._params)])
         self._end_adopting()
-        if verdict.finite:
-            self._clip(verdict, already_clipped)
+        if not verdict.finite:
+            self._close_step(dense, skipped=True)
+            self._note_skip()
+            return
+        self._clip(verdict, already_clipped)
+        with self._whole.change(self._naming_step()):
             self._hear(verdict)
             if dense:
                 self._step_dense([i for i in self._known() if self._active[i]])
@@ -564,13 +594,12 @@ class OnebitOptimizer(StatefulOptimizer):
                 self._step_late(late)
             self._skips_in_a_row = 0
             self._steps += 1
-        self._close_step(dense, skipped=not verdict.finite)
-        if verdict.finite:
+            self._close_step(dense, skipped=False)
             self._advance()
             self._take_in_learned()
-        else:
-            self._note_skip()
-        return loss
+
+    def _naming_step(self) -> str:
+        return f"step {self._steps + 1}"
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank. Collective: one control round, which the ledger counts as such."""
@@ -608,6 +637,8 @@ class OnebitOptimizer(StatefulOptimizer):
         if self._session is not None:
             self._launch_rest(self._session)
             self._session.finish()
+            if not self._whole.within:
+                self._whole.reset()  # what has arrived is not used, on any rank
         self._session, self._arrived, self._launched, self._landed = None, [], 0, set()
         self._remove_landing_hooks()  # they know parameters by their slots
         self._finish_reduction()
@@ -620,6 +651,23 @@ class OnebitOptimizer(StatefulOptimizer):
     def _early(self) -> bool:
         """Whether compressed buckets leave during backward."""
         return self.options.overlap == "backward" and self._ranks().size > 1
+
+    @property
+    def _sending(self) -> bool:
+        return self._session is not None and self._launched > 0
+
+    def _drop_exchange(self) -> None:
+        self._session = None
+
+    def _launch(self, session: ExchangeSession, bucket: Bucket) -> None:
+        """Sends a bucket; from here on the step can only be ended."""
+        step = self._naming_step()
+        self._whole.under_way = self._whole.under_way or step
+        try:
+            session.launch(bucket)
+        except BaseException as error:
+            self._whole.tear(step, error)
+            raise
 
     def _open_session(self) -> None:
         """Arms the exchange: a bucket leaves as soon as the last of its gradients has landed, in bucket order."""
@@ -682,16 +730,16 @@ class OnebitOptimizer(StatefulOptimizer):
             if slot in bucket.params:
                 self._owed[position] -= 1
         while self._launched < len(self._owed) and self._owed[self._launched] <= 0:
-            self._session.launch(self._early_buckets[self._launched])
-            self._launched += 1
+            position, self._launched = self._launched, self._launched + 1
+            self._launch(self._session, self._early_buckets[position])
 
     def _launch_rest(self, session: ExchangeSession) -> None:
         """Sends the buckets that backward still owed gradients to; those count as zeros."""
-        for bucket in self._early_buckets[self._launched :]:
-            session.launch(bucket)
-        self._launched = len(self._early_buckets)
+        rest, self._launched = self._early_buckets[self._launched :], len(self._early_buckets)
+        for bucket in rest:
+            self._launch(session, bucket)
 
-    def _step_early(self, loss: Any) -> Any:
+    def _step_early(self) -> None:
         """The rest of a step whose exchange began in backward: what never landed counts as zero, then apply."""
         if self._session is None:
             self._open_session()
@@ -737,7 +785,6 @@ class OnebitOptimizer(StatefulOptimizer):
         self._close_step(False, skipped=False)
         self._advance()
         self._take_in_learned()
-        return loss
 
     def _non_finite(self, arrived: Sequence[tuple[Bucket, Tensor]]) -> Bucket | None:
         """The first bucket with a scale that is not finite: all ranks hold the same ones, so all see a bad gradient of any rank."""
@@ -770,14 +817,10 @@ class OnebitOptimizer(StatefulOptimizer):
         if doubt is not None and not math.isfinite(doubt.read()):
             self._raise_overflow(self._steps)
 
-    def _packed_state(self) -> dict[str, Any]:
-        self._settle_doubt()
-        return super()._packed_state()
-
-    def residual_state_dict(self) -> dict[str, Any]:
+    def check_whole(self, *, weights_only: bool = False) -> None:
         """See ``StatefulOptimizer``."""
         self._settle_doubt()
-        return super().residual_state_dict()
+        super().check_whole(weights_only=weights_only)
 
     def _raise_overflow(self, step: int) -> None:
         reason = (
@@ -787,7 +830,10 @@ class OnebitOptimizer(StatefulOptimizer):
             else "gradients of some rank are finite, but so large that their squares are not (fp32). Resume from the last checkpoint, "
             "with a lower lr or with gradients clipped"
         )
-        raise FloatingPointError(f"step {step}: {reason}")
+        known = f" (the last good one is {self._whole.checkpoint})" if self._whole.checkpoint else ""
+        error = FloatingPointError(f"step {step}: {reason}{known}")
+        self._whole.tear(f"step {step}", error)
+        raise error
 
     def _close_step(self, dense: bool, *, skipped: bool) -> None:
         self._present = self._verdict = self._decision = None

@@ -22,6 +22,7 @@ from lightning_onebit.optim.masters import adopted
 from lightning_onebit.optim.options import CommonOptions
 from lightning_onebit.optim.redistribute import remedy
 from lightning_onebit.optim.shown_state import ShownState
+from lightning_onebit.optim.torn import TornStep
 
 log = logging.getLogger("lightning_onebit")
 
@@ -108,7 +109,11 @@ class StatefulOptimizer(ArenaOptimizer):
         Per parameter: ``step`` (fp32, 0-d), ``exp_avg``, ``exp_avg_sq`` (fp32, shape of the parameter), and where they
         exist ``master`` (fp32 weights of a 16-bit parameter) and arenas of the algorithm. Residuals differ by rank and
         are not in it (see ``residual_state_dict``). Hooks of ``register_state_dict_post_hook`` get all of it.
+
+        Raises:
+            TornStep: the last step did not end, or one has begun (``overlap="backward"``, between backward and ``step()``).
         """
+        self.check_whole()
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
         packed = self._compacted(self._packed_state())
@@ -121,6 +126,23 @@ class StatefulOptimizer(ArenaOptimizer):
     def _compacted(self, packed: dict[str, Any]) -> dict[str, Any]:
         """A state without what follows from the rest of it."""
         return packed
+
+    def check_whole(self, *, weights_only: bool = False) -> None:
+        """Raises where weights and state are not those of one step, so that they must not be saved.
+
+        Args:
+            weights_only: momentum and residuals are not to be saved. ``overlap="backward"`` changes only those before ``step()``.
+
+        Raises:
+            TornStep: the last step did not end, or one has begun.
+            FloatingPointError: the last step's exchange was not finite (said here on CUDA, where a step does not wait to know).
+        """
+        self._refuse_torn()
+        if self._whole.under_way and not weights_only:
+            raise TornStep(
+                f"{type(self).__name__}: {self._whole.under_way} has begun, and with it momentum and residuals have changed; save after "
+                "step(), or save the weights only"
+            )
 
     @torch.no_grad()
     def _packed_state(self) -> dict[str, Any]:
@@ -205,7 +227,11 @@ class StatefulOptimizer(ArenaOptimizer):
 
         The tensors are the optimizer's own, not copies, and hold residuals until the next step: what a step leaves in them may still
         have to be taken off, which the next call does. Clone or write what is to outlive a step.
+
+        Raises:
+            TornStep: as ``state_dict()``.
         """
+        self.check_whole()
         return {**self._rank_layout(), "tensors": self._rank_state()}
 
     def _rank_layout(self) -> dict[str, Any]:
@@ -251,13 +277,18 @@ class StatefulOptimizer(ArenaOptimizer):
                     f"residual state has {key}={theirs!r}, this run has {ours!r}; residuals cannot be loaded as they are"
                     + remedy(self.algorithm, key, theirs)
                 )
-        self._load_rank_state(state["tensors"])
+        with self._changing("load_residual_state_dict()"):
+            self._load_rank_state(state["tensors"])
 
     def _rank_state(self) -> dict[str, Tensor]:
         """Tensors that differ by rank."""
         if self._worker_residual is None or self._server_residual is None:
             return {}
-        return {"worker_residual": self._worker_residual.settled(), "server_residual": self._server_residual.settled()}
+        with self._changing("settling residuals"):
+            return {
+                "worker_residual": self._worker_residual.settled(),
+                "server_residual": self._server_residual.settled(),
+            }
 
     def _load_rank_state(self, tensors: dict[str, Tensor]) -> None:
         """Takes ``_rank_state()`` back."""
@@ -402,6 +433,13 @@ class StatefulOptimizer(ArenaOptimizer):
         saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
         self._check_saved(saved)
         self._check_complete(saved, books)
+        with self._changing("load_state_dict()", anew=True):
+            self._take_state(state_dict, books, saved)
+
+    def _take_state(
+        self, state_dict: dict[str, Any], books: dict[str, Any] | None, saved: dict[int, dict[str, Tensor]]
+    ) -> None:
+        """Replaces all state by one that has been checked."""
         self._abandon_step()
         self._state_shown.forget()
         self._agreement = Agreement()

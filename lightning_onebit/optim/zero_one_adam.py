@@ -196,6 +196,8 @@ class ZeroOneAdam(RefreshingAdam):
         self._interrupted: tuple[int, list[float]] | None = None
         # by parameter index: this rank's own weights while the shared model is shown in their place
         self._hidden: dict[int, Tensor] = {}
+        # whether all of them show it
+        self._showing = False
         # scales that the last exchange brought, as the momentum's, and the lengths of their blocks (0 where a parameter took no part)
         self._brought: list[tuple[Tensor, Tensor]] = []
         super().__init__(
@@ -262,11 +264,12 @@ class ZeroOneAdam(RefreshingAdam):
         if not self.mid_local:
             return
         self._verdict = None
-        self._exchange_local()
-        self._publish([i for i in self._slots if self._active[i]])
-        self._record_round(synchronised=True)
-        self._brought = []  # a step's alone counts
-        self.ledger.settle()
+        with self._changing("synchronise()"):
+            self._exchange_local()
+            self._publish([i for i in self._slots if self._active[i]])
+            self._record_round(synchronised=True)
+            self._brought = []  # a step's alone counts
+            self.ledger.settle()
 
     @contextmanager
     def consensus(self) -> Iterator[None]:
@@ -275,7 +278,7 @@ class ZeroOneAdam(RefreshingAdam):
         No communication; outside of local steps it does nothing. Training continues as if nobody had looked. What is written
         into a weight inside the context changes the shared model alone.
         """
-        shown = bool(self._hidden)
+        shown = self._showing
         self.show_consensus()
         try:
             yield
@@ -285,17 +288,19 @@ class ZeroOneAdam(RefreshingAdam):
 
     def show_consensus(self) -> None:
         """Points parameters at the shared model until ``show_local()`` or the next ``step()``; nothing is copied (fp32)."""
-        if not self.mid_local or self._hidden:
+        if not self.mid_local or self._showing:
             return
         for slot, i in enumerate(self._slots):
             p = self._params[i]
             anchor = self._known_plan().view(self._flat["anchor"], slot, p)
-            self._hidden[i] = p.data
+            self._hidden.setdefault(i, p.data)  # (there already, where a signal has broken the last call or the way back)
             p.data = anchor if p.dtype == anchor.dtype else torch.empty_like(p.data).copy_(anchor)
+        self._showing = True
 
     def show_local(self) -> None:
         """Points parameters back at this rank's own weights."""
         self._adopt_shown()
+        self._showing = False
         for i, data in self._hidden.items():
             self._params[i].data = data
         self._hidden = {}
@@ -303,7 +308,7 @@ class ZeroOneAdam(RefreshingAdam):
     @torch.no_grad()
     def _adopt_shown(self) -> None:
         """Takes into the shared model what the program has written into the 16-bit copies that showed it."""
-        for i in self._hidden.keys() & self._masters.keys():
+        for i in self._hidden.keys() & self._masters.keys() if self._showing else ():
             p = self._params[i]
             adopt_([(p, self._known_plan().view(self._flat["anchor"], self._slot_of[i], p))])
 
@@ -689,7 +694,7 @@ class ZeroOneAdam(RefreshingAdam):
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
-        self._hidden = {}  # the weights that are shown are those the state that is loaded belongs to
+        self._hidden, self._showing = {}, False  # the weights that are shown are those the state that is loaded belongs to
         self._brought = []
         super()._abandon_step()
 
@@ -726,12 +731,13 @@ class ZeroOneAdam(RefreshingAdam):
         converts = self.converts_residuals and not state.get("preconditioned", False)
         super().load_residual_state_dict({**state, "preconditioned": True} if converts else state)
         if converts and self._worker_residual is not None:
-            self._precondition_residuals()
+            with self._changing("load_residual_state_dict()"):
+                self._precondition_residuals()
 
     def _shared_master(self, index: int) -> Tensor:
         if self.mid_local and index in self._slot_of:
             anchor = self._known_plan().view(self._flat["anchor"], self._slot_of[index], self._params[index])
-            return adopted(self._params[index].detach(), anchor) if self._hidden else anchor.clone()
+            return adopted(self._params[index].detach(), anchor) if self._showing else anchor.clone()
         return super()._shared_master(index)
 
     def _books(self) -> dict[str, Any]:
