@@ -415,15 +415,14 @@ class World {
     auto round = [&] {  // one bit, of all ranks at the same weights
       exchange([&](int rank) {
         own_gradient(rank, x.data());
-        const float keep = static_cast<float>(lr_t_ * kBeta1), add = static_cast<float>(lr_t_) * (1 - b1);
-        for (int j = 0; j < kSize; j++) y_[j] = (keep * m[j] + add * own_[j]) * (stepwise ? r[j] : 1);
+        for (int j = 0; j < kSize; j++) y_[j] = (b1 * m[j] + (1 - b1) * own_[j]) * (stepwise ? r[j] : 1);
       });
-      const float decay = static_cast<float>(1 - lr_ * config_.weight_decay);
-      for (int j = 0; j < kSize; j++) x[j] = x[j] * decay - sent_[j] * (stepwise ? 1 : r[j]);
+      const float decay = static_cast<float>(1 - lr_ * config_.weight_decay), by = static_cast<float>(lr_t_);
+      for (int j = 0; j < kSize; j++) x[j] = x[j] * decay - by * sent_[j] * (stepwise ? 1 : r[j]);
       if (stepwise) {
-        to_momenta(sent_, lr_t_);
+        to_momenta(sent_, 1);
       } else {
-        for (int j = 0; j < kSize; j++) m[j] = sent_[j] / static_cast<float>(lr_t_);
+        m = sent_;
       }
     };
     for (begin(0); step_ < frozen && step_ < steps; begin(step_ + 1)) {
@@ -442,7 +441,7 @@ class World {
       }
       const bool waiting = counted >= scaler && t <= config_.var_rise_steps;
       if (waiting && last_lr >= 0 && lr_ > last_lr) risen = t;
-      const bool rises = waiting && t < kWait * risen;
+      const bool rises = waiting && (t < kWait * risen || refreshes + 1 < kSettled);
       next = t + (rises ? 1 : 1 << (counted / scaler));
       counted += !rises, last = t, last_lr = lr_;
       if (++refreshes == kSettled) convert();
@@ -465,7 +464,7 @@ class World {
       double energy = -1;
       if (!local) {
         round();
-        energy = energy_ / (lr_t_ * lr_t_);
+        energy = energy_;
       } else {
         if (since == 0) {
           anchor = x, travelled = 0;
@@ -477,6 +476,7 @@ class World {
         }
         travelled += lr_t_;
         const float decay = static_cast<float>(1 - lr_ * config_.weight_decay), by = static_cast<float>(lr_t_);
+        const float bound = static_cast<float>(lr_t_ * std::max(1.0, (1 - kBeta1) / std::sqrt(1 - kBeta2)));
         for (int rank = 0; rank < n_; rank++) {
           const size_t first = static_cast<size_t>(rank) * kSize;
           own_gradient(rank, &weights[first]);
@@ -484,17 +484,18 @@ class World {
             float& momentum = momenta[first + j];
             momentum = b1 * momentum + (1 - b1) * own_[j];
             ways[first + j] += by * momentum;
-            weights[first + j] = weights[first + j] * decay - by * momentum * r[j];
+            weights[first + j] = weights[first + j] * decay - std::clamp(by * momentum * r[j], -bound, bound);
           }
         }
         for (float& value : anchor) value *= decay;
         if (meets) {
+          const double together = since + 1, unit = travelled / together;
           exchange([&](int rank) {
-            for (int j = 0; j < kSize; j++) y_[j] = ways[static_cast<size_t>(rank) * kSize + j] * r[j];
+            for (int j = 0; j < kSize; j++) y_[j] = ways[static_cast<size_t>(rank) * kSize + j] / static_cast<float>(unit) * r[j];
           });
-          for (int j = 0; j < kSize; j++) x[j] = anchor[j] - sent_[j];
-          to_momenta(sent_, travelled);
-          energy = energy_ / (travelled * travelled);
+          for (int j = 0; j < kSize; j++) x[j] = anchor[j] - static_cast<float>(unit) * sent_[j];
+          to_momenta(sent_, together);
+          energy = energy_ / (together * together);
         }
       }
       since = meets ? 0 : since + 1;

@@ -279,7 +279,7 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
         (
             "local_step",
             40 * valid,
-            lambda: kernels.local_step(b, x, g, flats[0], flats[2], size, flats[3], factors[:4]),
+            lambda: kernels.local_step(b, x, g, flats[0], flats[2], size, flats[3], factors[:5]),
         ),
         (
             "sample",

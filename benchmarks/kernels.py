@@ -136,7 +136,7 @@ class Case:
             "local_step": (
                 36,
                 lambda: kernels.local_step(
-                    bucket, [self.x], [self.g], self.m, self.e, self.r, self.v, self.factors[:4]
+                    bucket, [self.x], [self.g], self.m, self.e, self.r, self.v, self.factors[:5]
                 ),
             ),
             "sample": (

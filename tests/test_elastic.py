@@ -445,7 +445,7 @@ def constant_worker(group: Any, rank: int, algorithm: str, steps: int, state: di
         "onebit_lamb": (ob.OnebitLamb, {"freeze_step": 3}),
         "onebit_lamb, refreshing": (ob.OnebitLamb, {"freeze_step": 3, "refresh_interval": 3, "refresh_steps": 3}),
         # refreshes at 1, 2, 4, 8, ...: v has had fewer updates than there were steps
-        "zero_one_adam": (ob.ZeroOneAdam, {"var_freeze_step": 12, "var_update_scaler": 1}),
+        "zero_one_adam": (ob.ZeroOneAdam, {"var_freeze_step": 12, "var_update_scaler": 1, "var_rise_steps": 0}),
     }[algorithm]
     optimizer: Any = kind(params, lr=1e-4, denominator_floor=0.0, block_size=32, process_group=group, **options)
     if state is not None:
@@ -546,7 +546,7 @@ COLD = {
     "onebit_adam": (ob.OnebitAdam, {"preconditioned": False}),
     "onebit_lamb": (ob.OnebitLamb, {"trust_ratio": "frozen"}),
     # refreshes at 1, 2, 4, 8, 16
-    "zero_one_adam": (ob.ZeroOneAdam, {"var_update_scaler": 1}),
+    "zero_one_adam": (ob.ZeroOneAdam, {"var_update_scaler": 1, "var_rise_steps": 0}),
 }
 COLD_STEPS = 12
 

@@ -173,7 +173,7 @@ def run_other_algorithms(
     note(*x)
 
     x, (m, u, anchor) = moved(), (flat.clone() for flat in flats[3:6])
-    kernels.local_step(bucket, x, gradients, m, u, positive[0].to(divided), anchor, factors[:4].clone())
+    kernels.local_step(bucket, x, gradients, m, u, positive[0].to(divided), anchor, factors[:5].clone())
     note(m, u, anchor, *x)
 
     key = (int(rng.integers(2**32)), int(rng.integers(2**32)), int(rng.integers(2**32)))

@@ -28,7 +28,10 @@ from lightning_support import (
 import lightning_onebit as ob
 
 saves_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
-LOCAL = {"var_freeze_step": 3, "var_update_scaler": 1, "local_step_scaler": 2, "local_step_clipper": 4}
+LOCAL = {
+    **{"var_freeze_step": 3, "var_update_scaler": 1, "var_rise_steps": 0},
+    **{"local_step_scaler": 2, "local_step_clipper": 4},
+}
 OPTIONS: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 2},
     "onebit_lamb": {"freeze_step": 2, "max_coeff": 0.3},
@@ -243,7 +246,7 @@ def looking_rank(rank: int, world: int, looks: bool, accumulate: int, average: b
 
         callbacks.append(EMAWeightAveraging(decay=0.5))
     # momenta are compressed: steps would have one size in a whole block, which hides where ranks have gone
-    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, **LOCAL)
+    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, denominator_floor=1.0, **LOCAL)
     kwargs = {"val_check_interval": 2 * accumulate, "accumulate_grad_batches": accumulate} if looks else {}
     kwargs.setdefault("accumulate_grad_batches", accumulate)
     _trainer, module = fit(
@@ -308,7 +311,7 @@ def averaging_rank(rank: int, world: int) -> dict[str, Any]:
     def on_train_end(module: Any) -> None:
         found["different"] += same_on_all_ranks(dict(module.net.named_parameters()))
 
-    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, **LOCAL)
+    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, denominator_floor=1.0, **LOCAL)
     attributes = {
         "training_step": training_step,
         "on_train_epoch_start": on_train_epoch_start,
@@ -362,7 +365,7 @@ def pruning_rank(rank: int, world: int, permanent: bool) -> dict[str, Any]:
         use_lottery_ticket_hypothesis=False,
         make_pruning_permanent=permanent,
     )
-    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, **LOCAL)
+    strategy = strategy_class()("zero_one_adam", block_size=64, preconditioned=False, denominator_floor=1.0, **LOCAL)
     quiet_trainer(pl, strategy, max_epochs=3, callbacks=[pruning]).fit(module, loader(samples=48, batch=4))
     state = {name: value.float() for name, value in module.state_dict().items()}
     return {"state": state, "pruned": float((module.net[0].weight == 0).float().mean())}
@@ -388,7 +391,7 @@ def plain_loop_rank(rank: int, world: int, accumulate: int) -> dict[str, Any]:
         return module.trainer.strategy.optimizer(module.parameters(), lr=0.05)
 
     # ranks soon are so far apart that gradients of the shared model have other signs than those of a rank's own
-    options = {"block_size": 64, "preconditioned": False, **LOCAL}
+    options = {"block_size": 64, "preconditioned": False, "denominator_floor": 1.0, **LOCAL}
     strategy = strategy_class()("zero_one_adam", **options)
     module = make_module(pl, configured, plain_net, training_step=lambda self, _, index: loss(self.net, index))
     net = copy.deepcopy(module.net)

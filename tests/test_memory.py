@@ -56,8 +56,8 @@ def memory_rank(rank: int, world: int, algorithm: str, options: dict[str, Any], 
     return first, held_bytes(optimizer, params) / ELEMENTS, optimizer.phase.value
 
 
-LOCAL = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_scaler": 1, "local_step_clipper": 4}
-ONE_BIT = {"var_freeze_step": 2, "var_update_scaler": 1, "local_step_clipper": 1}
+LOCAL = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4}
+ONE_BIT = {"var_freeze_step": 2, "local_step_clipper": 1}
 
 
 @pytest.mark.parametrize("world", [2, 4])

@@ -23,6 +23,7 @@ OPTIONS: Any = {
     "lr": 0.01,
     "var_freeze_step": 3,
     "var_update_scaler": 1,
+    "var_rise_steps": 0,
     "local_step_scaler": 1,
     "local_step_clipper": 8,
     "block_size": 32,

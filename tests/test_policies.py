@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import oracle
@@ -51,18 +52,33 @@ def test_gaps_grow_when_the_lr_has_risen() -> None:
     def warmed_up(step: int) -> float:
         return min(step, 7) / 7
 
-    # 1 and 2 count, 3 to 27 do not: four times as many steps as lr rises in; then 28, and gaps of 2, 4 and 8
-    assert refreshes(VariancePolicy(2, rise_steps=64), 60, lr=warmed_up) == [*range(1, 29), 30, 32, 36, 40, 48, 56]
+    # 1 and 2 count, 3 to 39 do not: four times as many steps as lr rises in; then 40, and gaps of 2, 4 and 8
+    def slowly(step: int) -> float:
+        return min(step, 10) / 10
+
+    assert refreshes(VariancePolicy(2, rise_steps=64), 72, lr=slowly) == [*range(1, 41), 42, 44, 48, 52, 60, 68]
     # no longer than it is told to: 8 counts too, and 9 is a refresh still; or 6, and 7 is none
     assert refreshes(VariancePolicy(2, rise_steps=8), 40, lr=warmed_up) == [*range(1, 10), 11, 13, 17, 21, 29, 37]
     assert refreshes(VariancePolicy(2, rise_steps=5), 60, lr=warmed_up) == [*range(1, 7), 8, 10, 14, 18, 26, 34, 50]
     # a rise that ends before the first gap would grow changes nothing
-    assert refreshes(VariancePolicy(7, rise_steps=64), 60, lr=warmed_up) == refreshes(VariancePolicy(7), 60)
+    assert refreshes(VariancePolicy(32, rise_steps=64), 80, lr=slowly) == refreshes(VariancePolicy(32), 80)
     for policy in (VariancePolicy(2), VariancePolicy(2, rise_steps=1)):
         assert refreshes(policy, 60, lr=warmed_up) == refreshes(VariancePolicy(2), 60)
     # neither a lr that stays nor one that falls is one that rises
-    assert refreshes(VariancePolicy(2, rise_steps=64), 60) == refreshes(VariancePolicy(2), 60)
-    assert refreshes(VariancePolicy(2, rise_steps=64), 60, lr=lambda step: 1 / step) == refreshes(VariancePolicy(2), 60)
+    for lr in (lambda step: 1.0, lambda step: 1 / step):
+        assert refreshes(VariancePolicy(32, rise_steps=64), 80, lr=lr) == refreshes(VariancePolicy(32), 80)
+
+
+def test_gaps_grow_when_there_have_been_32_refreshes() -> None:
+    """Noise of one-bit rounds is divided by the variance: it is that of 32 gradients at least by then. Up to rise_steps, as with lr."""
+    assert refreshes(VariancePolicy(16, rise_steps=256), 70) == [*range(1, 33), *range(34, 65, 2), 68]
+    assert refreshes(VariancePolicy(1, rise_steps=256), 70) == [*range(1, 33), 34, 38, 46, 62]
+    assert refreshes(VariancePolicy(16, rise_steps=20), 70) == [*range(1, 22), *range(23, 54, 2), 57, 61, 65, 69]
+    for scaler, rise_steps in ((16, 256), (1, 256), (16, 20), (40, 256), (16, 0)):
+        policy = VariancePolicy(scaler, rise_steps)
+        kept = refreshes(policy, 100)
+        assert VariancePolicy.first_gap(scaler, rise_steps) == next(t for t in range(1, 100) if t not in kept)
+        assert policy.settled == (len(kept) >= 32)
 
 
 def test_a_rise_between_refreshes_counts_from_the_next_refresh_on() -> None:
@@ -72,18 +88,19 @@ def test_a_rise_between_refreshes_counts_from_the_next_refresh_on() -> None:
     def lr(step: int) -> float:
         return 1.0 + (step > 11) + (step > 12)
 
-    assert refreshes(policy, 40, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 20), 27, 35]
-    assert (policy.done, policy.risen, policy.refreshes, policy.top) == (9, 4, 13, 15)
-    assert refreshes(VariancePolicy(2, rise_steps=64), 68, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 61), 68]
+    with mock.patch.object(VariancePolicy, "SETTLED", 0):  # (the other reason to wait)
+        assert refreshes(policy, 40, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 20), 27, 35]
+        assert (policy.done, policy.risen, policy.refreshes, policy.top) == (9, 4, 13, 15)
+        assert refreshes(VariancePolicy(2, rise_steps=64), 68, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 61), 68]
 
 
 def test_gaps_that_wait_go_on_waiting_after_a_resume() -> None:
     def lr(step: int) -> float:
-        return min(step, 6)
+        return min(step, 9)
 
     whole = refreshes(VariancePolicy(2, rise_steps=64), 60, lr=lr)
-    assert whole[:25] == [*range(1, 25), 26]
-    for cut in (4, 6, 7, 20, 25, 31):
+    assert whole[:37] == [*range(1, 37), 38]
+    for cut in (4, 6, 9, 20, 33, 37, 41):
         first, rest = VariancePolicy(2, rise_steps=64), VariancePolicy(2, rise_steps=64)
         before = refreshes(first, cut, lr=lr)
         rest.load_state_dict(first.state_dict())

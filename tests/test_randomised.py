@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from optim_support import CLASSES, equal, snapshot
 
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.optim import OnebitOptimizer, Phase, lamb
-from lightning_onebit.optim.policies import ShrinkPolicy
+from lightning_onebit.optim import OnebitOptimizer, Phase, lamb, zero_one_adam
+from lightning_onebit.optim.policies import RISE_STEPS, ShrinkPolicy, VariancePolicy
 
 STEPS = 12
 SHAPES = ((), (1,), (0,), (31,), (33,), (64,), (5, 9), (3, 0), (2, 3, 11), (130,))
@@ -140,7 +140,8 @@ def scripts(draw: Any, algorithm: str) -> Script:
         options |= {"var_rise_steps": draw(st.sampled_from([0, None]))}
         if (options.get("var_freeze_step") or STEPS) >= options["var_update_scaler"] + 2 and draw(st.booleans()):
             options["var_rise_steps"] = options["var_update_scaler"] + draw(st.integers(1, 3))
-        if (options.get("var_freeze_step") or STEPS) >= options["var_update_scaler"] + 3:
+        rise_steps = RISE_STEPS if options["var_rise_steps"] is None else options["var_rise_steps"]
+        if (options.get("var_freeze_step") or STEPS) > VariancePolicy.first_gap(options["var_update_scaler"], rise_steps):
             options |= {"var_decay": draw(st.sampled_from(["refresh", "step"]))}
         options |= {"preconditioned": draw(st.sampled_from(["auto", True, False]))}
     rates = st.lists(st.sampled_from([0.0, 0.01, 0.01, 0.02]), min_size=len(groups), max_size=len(groups)).map(tuple)
@@ -288,9 +289,10 @@ def kept(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> boo
 
 @pytest.fixture(autouse=True, scope="module")
 def hasty() -> Iterator[None]:
-    """Refreshes of their own accord that come within a few steps, where now and then an average falls a little."""
+    """Refreshes of their own accord that come within a few steps, where an average falls a little. No variance is too young."""
     drifting = mock.patch.multiple(lamb, REFERENCE_STEPS=2, UNDISTURBED_STEPS=3, WATCH_EVERY=2, GROWTH=1.01)
-    with mock.patch.multiple(ShrinkPolicy, WINDOW=2, FALL=0.999, LEAST=3), drifting:
+    young = mock.patch.object(zero_one_adam, "LARGEST_NOISE", math.inf)
+    with mock.patch.multiple(ShrinkPolicy, WINDOW=2, FALL=0.999, LEAST=3), drifting, young:
         yield
 
 

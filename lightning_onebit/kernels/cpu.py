@@ -748,7 +748,7 @@ class CpuKernels(ReferenceKernels):
         anchor: Tensor,
         factors: Tensor,
     ) -> None:
-        """``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay``, one pass over memory."""
+        """``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - clamp(p*r) ; anchor = anchor*decay``, one pass over memory."""
         blocks, elements = bucket.blocks, bucket.elements
         layout = self._layout(bucket)
         table = _SpanTable.of(layout, spans, "spans", _FLOAT32)
@@ -757,7 +757,7 @@ class CpuKernels(ReferenceKernels):
             "local_step",
             *(bucket.block_size, blocks, *table.arguments, *gradients.arguments[-2:]),
             *(_address(m, "m", elements), _address(u, "u", elements), *_state(r, "r", elements)),
-            *(_address(anchor, "anchor", elements), _address(factors, "factors", 4 * blocks)),
+            *(_address(anchor, "anchor", elements), _address(factors, "factors", 5 * blocks)),
         )
         table.written(spans)
 

@@ -773,7 +773,7 @@ class CudaKernels(ReferenceKernels):
         anchor: Tensor,
         factors: Tensor,
     ) -> None:
-        """``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay``."""
+        """``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - clamp(p*r) ; anchor = anchor*decay``."""
         gradients = self._bind(bucket, g, "g", m.device)
         elements = bucket.elements
         self._apply(
@@ -784,7 +784,7 @@ class CudaKernels(ReferenceKernels):
             (
                 *(gradients.tables[1], self._address(m, "m", elements), self._address(u, "u", elements)),
                 *(*self._reciprocals(r, elements), self._address(anchor, "anchor", elements)),
-                self._address(factors, "factors", 4 * bucket.blocks),
+                self._address(factors, "factors", 5 * bucket.blocks),
             ),
         )
 

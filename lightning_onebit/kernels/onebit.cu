@@ -1115,15 +1115,17 @@ KERNEL_84 onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, cons
 // ----- entry points: 0/1 Adam -------------------------------------------------------------------------------------------------
 
 struct LocalFactors {
-  float b1, o1, lr, decay;
+  float b1, o1, lr, decay, bound;
 };
 
-// m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay
+// m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - clamp(p*r) ; anchor = anchor*decay
 DEVICE void local_update(const LocalFactors& f, float g, float r, float& m, float& u, float& x, float& anchor) {
   m = add(mul(f.b1, m), mul(f.o1, g));
   const float p = mul(f.lr, m);
   u = add(u, p);
-  x = sub(mul(x, f.decay), mul(p, r));
+  // comparisons in this order let NaN through
+  const float step = mul(p, r), above = step > f.bound ? f.bound : step;
+  x = sub(mul(x, f.decay), above < -f.bound ? -f.bound : above);
   anchor = mul(anchor, f.decay);
 }
 
@@ -1136,7 +1138,7 @@ KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, cons
   if (!run.held) return;
   const Run grad = run_of_block(block_span, gradients, h.block, block_size);
   const float* f = factors + run.first_block;
-  const LocalFactors factor = {f[0], f[blocks], f[2 * blocks], f[3 * blocks]};
+  const LocalFactors factor = {f[0], f[blocks], f[2 * blocks], f[3 * blocks], f[4 * blocks]};
   const int length = lengths[h.block];
   const i64 start = h.block * block_size;
   const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);

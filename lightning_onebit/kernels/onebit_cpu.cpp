@@ -1567,7 +1567,7 @@ EXPORT void onebit_lamb_apply(int threads, int64_t block_size, int64_t blocks, i
   });
 }
 
-// spans: weights (fp32); g: gradients of the same spans; factors: 4 rows of one fp32 per block (b1, o1, lr, decay)
+// spans: weights (fp32); g: gradients of the same spans; factors: 5 rows of one fp32 per block (b1, o1, lr, decay, bound)
 EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
                               void* const* g_data, const uint8_t* g_dtype, float* m, float* u, const void* r, int r_dtype, float* anchor,
@@ -1582,7 +1582,7 @@ EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, i
         const Run run = cursor.at(block), gradient = gradient_cursor.at(block);
         if (run.data == nullptr) continue;
         const auto factor = [&](int row) { return factors[row * blocks + run.first_block]; };
-        const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3);
+        const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3), bound = factor(4);
         const int64_t at = block * block_size;
         const float* const g = whole_block(gradient, block_size, staged);
         float* __restrict x = static_cast<float*>(run.data);
@@ -1593,7 +1593,9 @@ EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, i
           const float p = lr * moment;
           mb[i] = moment;
           ub[i] = ub[i] + p;
-          x[i] = x[i] * decay - p * load<1>(rb + i);
+          // comparisons in this order let NaN through
+          const float step = p * load<1>(rb + i), above = step > bound ? bound : step;
+          x[i] = x[i] * decay - (above < -bound ? -bound : above);
           ab[i] = ab[i] * decay;
         }
       }

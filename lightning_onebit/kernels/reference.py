@@ -476,7 +476,9 @@ class ReferenceKernels:
         anchor: Tensor,
         factors: Tensor,
     ) -> None:
-        """One local step: ``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - p*r ; anchor = anchor*decay``.
+        """One local step: ``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - clamp(p*r) ; anchor = anchor*decay``.
+
+        No weight moves by more than ``bound`` alone; ``u`` takes all of p, for what is exchanged is not bounded.
 
         Args:
             bucket: the block map (whole bucket).
@@ -486,19 +488,21 @@ class ReferenceKernels:
             u: fp32 flat update accumulated since the last synchronisation.
             r: flat reciprocal denominators, fp32 or bf16.
             anchor: fp32 flat weights of the last synchronisation.
-            factors: fp32 ``(4, blocks)``: b1, o1 (``1-b1`` times a clipping factor), lr, decay.
+            factors: fp32 ``(5, blocks)``: b1, o1 (``1-b1`` times a clipping factor), lr, decay, bound (>= 0).
         """
         bs = bucket.block_size
         for span, x, grad in zip(bucket.spans, spans, g, strict=True):
             if x is None:
                 continue
-            b1, o1, lr, decay = factors[:, span.block]
+            b1, o1, lr, decay, bound = factors[:, span.block]
             part = slice(span.block * bs, span.block * bs + span.numel)
             gradient = torch.zeros_like(x) if grad is None else grad.float().reshape(-1)
             m[part] = b1 * m[part] + o1 * gradient
             p = lr * m[part]
             u[part] += p
-            x.copy_(x * decay - p * r[part])
+            step = p * r[part]
+            step = torch.where(step > bound, bound, step)
+            x.copy_(x * decay - torch.where(step < -bound, -bound, step))
             anchor[part] *= decay
 
     # ----- BinSGDM ----------------------------------------------------------------------------------------------------

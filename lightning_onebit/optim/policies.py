@@ -25,7 +25,8 @@ class VariancePolicy:
     default scaler 16, t = 1 .. 17 all refresh. Source: "0/1 Adam", arXiv 2202.06009, section 6.
 
     Where the learning rate still rises when gaps would grow, they wait: until ``WAIT`` times the step at which its rise ends, and step
-    ``rise_steps`` at most, a refresh after which the gap would be larger than 1 does not count, and the next step is one too. Not in
+    ``rise_steps`` at most, a refresh after which the gap would be larger than 1 does not count, and the next step is one too. So they do
+    until there have been ``SETTLED`` refreshes: denominators of fewer gradients are too uneven for one-bit rounds. Not in
     the paper; what it is good for is measured in docs/convergence.
 
     Attributes:
@@ -49,6 +50,7 @@ class VariancePolicy:
     """
 
     WAIT: ClassVar[int] = 4
+    SETTLED: ClassVar[int] = 32
 
     scaler: int = 16
     rise_steps: int = 0
@@ -64,6 +66,16 @@ class VariancePolicy:
         """All so far."""
         return self.done + self.risen
 
+    @property
+    def settled(self) -> bool:
+        """Whether there have been enough of them for one-bit rounds."""
+        return self.refreshes >= self.SETTLED
+
+    @classmethod
+    def first_gap(cls, scaler: int, rise_steps: int) -> int:
+        """First step that may not be a refresh, where the learning rate does not rise."""
+        return max(scaler + 1, min(rise_steps + 1, cls.SETTLED)) + 1
+
     def due(self, step: int) -> bool:
         """Whether step ``step`` (1, 2, ...) is a refresh."""
         return step >= self.next_step
@@ -77,7 +89,7 @@ class VariancePolicy:
         may_wait = self.may_wait(step)
         if may_wait and self.lr is not None and lr > self.lr:
             self.top = step
-        waits = may_wait and step < self.WAIT * self.top
+        waits = may_wait and (step < self.WAIT * self.top or self.refreshes + 1 < self.SETTLED)
         self.last_step, self.lr = step, lr
         self.next_step = step + (1 if waits else 2 ** (self.done // self.scaler))
         self.risen += waits
@@ -340,7 +352,7 @@ def replay_schedule(
 
     Example:
         >>> replay_schedule(1000, var_freeze_step=200, var_update_scaler=16, policy=IntervalPolicy(16, scaler=100))
-        {'dense': 59, 'one_bit': 353, 'silent': 588}
+        {'dense': 73, 'one_bit': 339, 'silent': 588}
     """
     variance = VariancePolicy(var_update_scaler, var_rise_steps)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}

@@ -120,6 +120,34 @@ def reciprocal_denominator_(v: Tensor, out: Tensor, *, phi: float, eps: float, c
     return True
 
 
+def compression_noise(v: Tensor, *, phi: float, block_size: int) -> float:
+    """How far one-bit rounds of a momentum that is divided afterwards move the weights of a tensor: root mean square, in units of lr.
+
+    A momentum of the size ``sqrt(v)`` arrives as ``+-s`` with s the root mean square of its block, so a weight moves by
+    ``sqrt(mean v of its block) / sqrt(vd)``, where Adam's own step is 1.
+
+    Args:
+        v: fp32 1-D second moments of one parameter tensor.
+        phi: the optimizer's ``denominator_floor``.
+        block_size: elements of a block.
+
+    Returns:
+        That, summed in fp64; 0 for a tensor that is cold.
+    """
+    w, floor = second_moment_floor(v, phi)
+    if not bool(w > 0):
+        return 0.0
+    total = torch.zeros((), dtype=torch.float64, device=v.device)
+    whole = v.numel() // block_size * block_size
+    at_a_time = max(1, _CHUNK // block_size) * block_size
+    pieces = [piece.view(-1, block_size) for piece in v[:whole].split(at_a_time) if piece.numel()]
+    for piece in (*pieces, v[whole:].view(1, -1)):
+        vd = torch.where(piece == 0, w, torch.maximum(piece, floor))
+        energy = torch.where(torch.isfinite(piece), piece, 0.0).sum(dim=1, dtype=torch.float64) / max(1, piece.shape[1])
+        total += energy.dot(torch.reciprocal(vd).sum(dim=1, dtype=torch.float64))
+    return float((total / v.numel()).sqrt())
+
+
 def fp32_zeros_like(r: Tensor) -> Tensor:
     """A flat for moments: one fp32 zero for each reciprocal denominator, which may be kept in 16 bits."""
     return torch.zeros_like(r, dtype=torch.float32)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,12 +30,22 @@ from lightning_onebit.optim.masters import adopt_, adopted
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
 from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, RISE_STEPS, VariancePolicy, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam
+from lightning_onebit.optim.rules import compression_noise
 
 log = logging.getLogger("lightning_onebit")
 
 VARIANCE_DECAYS = choices(VarianceDecay)
-#: refreshes of the variance after which steps are compressed by default, if it has not frozen before
-SETTLED_REFRESHES = 32
+#: how far noise may move weights in a one-bit round by the published rule, root mean square in units of lr, where the variance is young
+LARGEST_NOISE = 3.0
+
+
+def largest_step(b1: float, b2: float) -> float:
+    """How far Adam moves a weight in one step at most, in units of ``lr_t``: ``max(1, (1-b1) / sqrt(1-b2))``.
+
+    Source: "Adam", arXiv 1412.6980, section 2.1. It is what a weight moves by whose first gradient comes now: its variance takes
+    that gradient in. A frozen variance does not.
+    """
+    return max(1.0, (1.0 - b1) / (1.0 - b2) ** 0.5)
 
 
 class ZeroOneAdam(RefreshingAdam):
@@ -43,16 +54,17 @@ class ZeroOneAdam(RefreshingAdam):
     With ``lr_t = lr / (1-b1^t)``::
 
         t a refresh (T_v):      g = mean_i g_i ; m, v as in Adam ; x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
-        other t <= var_freeze:  ubar = exchange(lr_t*(b1 m + (1-b1) g_i)) ; m = ubar/lr_t ; x -= lr*wd*x +
-        ubar/(sqrt(vhat)+eps)
-        t > var_freeze (local): m_i = b1 m_i + (1-b1) g_i ; u_i += lr_t*m_i ; S += lr_t
-                                x_i -= lr*wd*x_i + lr_t*m_i/(sqrt(vhat)+eps) ; anchor -= lr*wd*anchor
-        ... a synchronisation:  ubar = exchange(u_i) ; m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u
-        = S = 0
+        other t <= var_freeze:  m = exchange(b1 m + (1-b1) g_i) ; x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
+        t > var_freeze (local): m_i = b1 m_i + (1-b1) g_i ; u_i += lr_t*m_i ; S += lr_t ; H += 1
+                                x_i -= lr*wd*x_i + clip(lr_t*m_i/(sqrt(vhat)+eps), -a, a) ; anchor -= lr*wd*anchor
+        ... a synchronisation:  ubar = (S/H)*exchange(u_i/(S/H)) ; m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps)
+                                anchor = x ; u = S = H = 0
+
+    with ``a = lr_t*max(1, (1-b1)/sqrt(1-b2))``, the largest step that Adam ever makes, whatever denominators have frozen.
 
     Where it is ``preconditioned``, what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the very change
-    of the weights, ``exchange(lr_t*(b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/D)``, and ``m = ubar*D/lr_t`` or ``ubar*D/S``. By
-    default that is so once the variance has frozen or been refreshed 32 times.
+    of the weights in units of lr, ``exchange((b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/(S/H)/D)``. By default that is so once
+    the variance has frozen or been refreshed 32 times.
 
     Where steps become smaller after the freeze, ranks synchronise, a few dense steps refresh the variance (``refresh_interval``), and
     the gap between synchronisations takes back a doubling.
@@ -73,8 +85,9 @@ class ZeroOneAdam(RefreshingAdam):
         weight_decay: decoupled weight decay.
         var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
         var_update_scaler: refreshes after which the gap between refreshes doubles.
-        var_rise_steps: where lr still rises when the gap would grow, first after ``var_update_scaler`` refreshes, it stays at 1 for four
-            times as many steps as lr rises in, up to this step at most. None: 256; 0: it grows whatever lr does, as published.
+        var_rise_steps: the gap between refreshes stays at 1 up to the 32nd of them, and where lr still rises when it would grow for four
+            times as many steps as lr rises in, up to this step at most. None: 256; 0: it grows after ``var_update_scaler`` refreshes
+            whatever lr does, as published.
         var_decay: what the second beta counts before the freeze. ``"step"`` (None): a refresh stands for all steps since the last one,
             ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples. ``"refresh"``, as published:
             refreshes, so that v is an average in which the first, close ones weigh as much as the late, rare ones.
@@ -88,7 +101,8 @@ class ZeroOneAdam(RefreshingAdam):
         denominator_floor: see ``OnebitAdam``.
         preconditioned: compress updates divided by their denominators, see ``OnebitAdam``: from the 32nd refresh of the variance or
             its freeze on (``"auto"``), when denominators are those of many gradients; from the first one-bit round on (True); never
-            (False, as published).
+            (False, as published: local steps are not bounded then, and a variance that freezes before its 32nd refresh is refused
+            where one-bit noise divided by it would move the weights of a tensor by more than 3 lr in a step).
         scale_factor: see ``OnebitAdam``. None: 1, of however many workers.
         server_scale_factor: see ``OnebitAdam``.
         refresh_interval: steps between two refreshes of the frozen variance, >= 1; ``"auto"``: refreshed whenever steps have become a
@@ -105,7 +119,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     Raises:
         TypeError: an option or parameter of the wrong type.
-        ValueError: an option out of range.
+        ValueError: an option out of range; at the freeze, a variance too young for ``preconditioned=False``.
 
     Example:
         >>> optimizer = ZeroOneAdam(model.parameters(), lr=4e-4, var_freeze_step=12_500)
@@ -164,10 +178,11 @@ class ZeroOneAdam(RefreshingAdam):
         rise_steps = RISE_STEPS if var_rise_steps is None else var_rise_steps
         if var_decay is not None:
             check_choice("var_decay", var_decay, VARIANCE_DECAYS)
-        if var_decay is not None and var_freeze_step is not None and var_freeze_step < var_update_scaler + 3:
+        skips = VariancePolicy.first_gap(var_update_scaler, rise_steps) + 1
+        if var_decay is not None and var_freeze_step is not None and var_freeze_step < skips:
             raise ValueError(
                 f"var_decay={var_decay!r} has no effect with var_freeze_step={var_freeze_step}: with var_update_scaler={var_update_scaler} "
-                f"the first refresh that skips a step is step {var_update_scaler + 3}; leave it out, or freeze later"
+                f"and var_rise_steps={rise_steps} the first refresh that skips a step is step {skips}; leave it out, or freeze later"
             )
         check_choice("local_step_policy", local_step_policy, LOCAL_STEP_POLICIES)
         if local_step_policy != "interval" and local_step_scaler != 32768:
@@ -187,9 +202,9 @@ class ZeroOneAdam(RefreshingAdam):
             check_flag("preconditioned", preconditioned)
         self.variance_policy = VariancePolicy(var_update_scaler, rise_steps)
         self.sync_policy = make_sync_policy(local_step_policy, scaler=local_step_scaler, clipper=local_step_clipper)
-        # by slot: sum of lr_t since the last synchronisation, and that (or the lr_t) of the last exchange
+        # by slot: sum of lr_t since the last synchronisation; local steps since then, and steps of the last exchange
         self._travelled: list[float] = []
-        self._units: list[float] = []
+        self._travelled_steps, self._exchanged_steps = 0, 1
         self._anchored = False
         self._exchanging_local = False
         # steps since the last synchronisation, and _travelled, of a checkpoint: they count once this rank's own part is loaded
@@ -246,9 +261,8 @@ class ZeroOneAdam(RefreshingAdam):
         return self._phase is Phase.LOCAL and self.sync_policy.since > 0
 
     def _momentum_energy(self, bucket: Bucket) -> Tensor:
-        """See the base; residuals hold updates, ``lr_t*m``, so the momentum counts times the ``lr_t`` of the last exchange."""
-        units = upload(self._units, self._device, torch.float32)[bucket.block_param]
-        return super()._momentum_energy(bucket) * units.double().square()
+        """See the base; of a synchronisation of local steps residuals hold what all of their momenta together have left."""
+        return super()._momentum_energy(bucket) * self._exchanged_steps**2
 
     @torch.no_grad()
     def synchronise(self) -> None:
@@ -345,6 +359,8 @@ class ZeroOneAdam(RefreshingAdam):
         return True  # refreshes, and steps at lr = 0
 
     def _freeze_now(self) -> None:
+        if self.settings["preconditioned"] is False and not self.variance_policy.settled:
+            self._refuse_noise()
         converts = not self._preconditioned and self.settings["preconditioned"] == "auto" and self._plan is not None
         if converts and self.compresses:
             self._hold_momentum_flat()  # in the units in which it has travelled so far
@@ -356,6 +372,27 @@ class ZeroOneAdam(RefreshingAdam):
             self._start_compression()
         if converts and self._worker_residual is not None:
             self._precondition_residuals()
+
+    def _refuse_noise(self) -> None:
+        """Raises where a young variance is so uneven that noise of momenta would move weights much further than Adam does.
+
+        All ranks alike: second moments are the same on all of them.
+        """
+        if not self.compresses or self._plan is None:
+            return
+        for slot, i in enumerate(self._slots):
+            noise = compression_noise(
+                self._part(self._flat["v"], slot),
+                phi=self.settings["denominator_floor"],
+                block_size=self.options.block_size,
+            )
+            if noise > LARGEST_NOISE:
+                raise ValueError(
+                    f"preconditioned=False: the variance of {self.name_of(i)} freezes at step {self._steps} after "
+                    f"{self.variance_policy.refreshes} refreshes, and one-bit noise divided by it would move weights by "
+                    f"{noise:.1f} lr in a step (root mean square; at most {LARGEST_NOISE:g} are allowed); leave preconditioned out, or "
+                    f"freeze after {self.variance_policy.SETTLED} refreshes or more"
+                )
 
     def _precondition_residuals(self) -> None:
         """From updates before they are divided by their denominators to changes of weights."""
@@ -377,7 +414,7 @@ class ZeroOneAdam(RefreshingAdam):
         chosen = self.settings["preconditioned"]
         if chosen != "auto":
             return chosen is True
-        return self._phase is Phase.LOCAL or self.variance_policy.refreshes >= SETTLED_REFRESHES
+        return self._phase is Phase.LOCAL or self.variance_policy.settled
 
     # ----- dense rounds -----------------------------------------------------------------------------------------------
 
@@ -477,8 +514,7 @@ class ZeroOneAdam(RefreshingAdam):
     def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
         in_use = self._worker_residual is not None
         super()._layout(kept)
-        self._travelled = [0.0] * len(self._slots)
-        self._units = [0.0] * len(self._slots)
+        self._travelled, self._travelled_steps = [0.0] * len(self._slots), 0
         self._momentum, self._worker_residual, self._server_residual = [], None, None
         if in_use:
             log.warning(
@@ -493,7 +529,6 @@ class ZeroOneAdam(RefreshingAdam):
         first = sum(self._segments)
         super()._append()
         self._travelled += [0.0] * (len(self._slots) - first)
-        self._units += [0.0] * (len(self._slots) - first)
         self._anchor_late(self._slots[first:])
 
     def _first_gradients(self, indices: list[int]) -> None:
@@ -562,7 +597,7 @@ class ZeroOneAdam(RefreshingAdam):
     def _record_round(self, synchronised: bool) -> None:
         self.sync_policy.record(synchronised)
         if synchronised:
-            self._travelled = [0.0] * len(self._slots)
+            self._travelled, self._travelled_steps = [0.0] * len(self._slots), 0
             self._anchored = False  # what the program writes into weights from here on belongs to the shared model
 
     def _local_round(self, synchronise: bool) -> None:
@@ -572,6 +607,7 @@ class ZeroOneAdam(RefreshingAdam):
         self._count(stepped)
         ways = zip(self._slots, self._travelled, self._by_slot("lr_t", self._lr_t), strict=True)
         self._travelled = [way + lr_t if self._active[i] else way for i, way, lr_t in ways]
+        self._travelled_steps += 1
         with self.ledger.compressing("apply"):
             for bucket in self._buckets():
                 self._kernels.local_step(
@@ -619,8 +655,15 @@ class ZeroOneAdam(RefreshingAdam):
             lambda i: (1.0 - self._group(i)["betas"][0]) * self._grad_scale,
             self._lr_t,
             self._decay,
+            self._local_bound,
         )
         return self._by_block("local", bucket, *values)
+
+    def _local_bound(self, index: int) -> float:
+        """How far a local step may move a weight of a parameter; by the published rule any way."""
+        if self.settings["preconditioned"] is False:
+            return math.inf
+        return self._lr_t(index) * largest_step(*self._group(index)["betas"])
 
     def _lr_t(self, index: int) -> float:
         return float(self._group(index)["lr"] / self._first_correction(index))
@@ -630,27 +673,39 @@ class ZeroOneAdam(RefreshingAdam):
         return bucket.slice(self._flat["u"]) if self._exchanging_local else super()._contribution(bucket)
 
     def _coefficients(self, bucket: Bucket, lo: int, hi: int) -> Coefficients:
-        if self._exchanging_local:
-            ones = torch.ones(hi - lo, dtype=torch.float32, device=self._device)
-            return Coefficients(None, None, ones, self._scaling(bucket, lo, hi))
-        a = self._by_block("a", bucket, lambda i: self._lr_t(i) * self._group(i)["betas"][0])[lo:hi]
-        b = self._by_block("b", bucket, lambda i: self._lr_t(i) * (1.0 - self._group(i)["betas"][0]) * self._grad_scale)
-        return Coefficients(a, self._momentum_of(bucket, lo, hi), b[lo:hi], self._scaling(bucket, lo, hi))
+        """The momentum, or at a synchronisation of local steps their momenta together: ``u`` over the mean of their ``lr_t``."""
+        if not self._exchanging_local:
+            return super()._coefficients(bucket, lo, hi)
+        b = self._mean_lr_t("b", bucket, -1)
+        return Coefficients(None, None, b[lo:hi], self._scaling(bucket, lo, hi))
+
+    def _mean_lr_t(self, name: str, bucket: Bucket, power: int) -> Tensor:
+        """fp32 ``(blocks,)``: that of the local steps since the last synchronisation (1 where a parameter takes no part), to a power."""
+        tables = self._lookups.tables
+        if name not in tables:
+            steps = self._travelled_steps
+            values = self._spread([(way / steps) ** power if way > 0 else 1.0 for way in self._travelled])
+            tables[name] = values.split([bucket.blocks for bucket in self._buckets()])
+        return tables[name][bucket.index]
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
-        ones = torch.ones(bucket.blocks, dtype=torch.float32, device=self._device)
         r = None if self._preconditioned else bucket.slice(self._flat["r"])
         if not self._exchanging_local:
-            decay = self._by_block("decay", bucket, self._decay)
-            self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, ones)
-            self._rescale(bucket, packed, self._by_slot("lr_t", self._lr_t))
+            decay, alpha = self._by_block("decay", bucket, self._decay), self._by_block("alpha", bucket, self._lr_t)
+            self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, alpha)
+            self._exchanged_steps = 1
+            self._note_brought(bucket, packed)
             return
         anchor = bucket.slice(self._flat["anchor"])
         views = [anchor[s.block * bucket.block_size : s.block * bucket.block_size + s.numel] for s in bucket.spans]
         moving = [v if self._active[self._slots[s.param]] else None for v, s in zip(views, bucket.spans, strict=True)]
-        self._kernels.apply_adam(bucket, moving, packed, r, ones, ones)
+        ones = torch.ones(bucket.blocks, dtype=torch.float32, device=self._device)
+        alpha = self._mean_lr_t("alpha", bucket, 1)
+        self._kernels.apply_adam(bucket, moving, packed, r, ones, alpha)
         self._kernels.scatter(bucket, anchor, self._bind_weights(bucket))
-        self._rescale(bucket, packed, self._travelled)
+        self._exchanged_steps = self._travelled_steps
+        packed.scales.div_(self._travelled_steps)  # the mean of their momenta
+        self._note_brought(bucket, packed)
         momentum, u = bucket.slice(self._flat["m"]), bucket.slice(self._flat["u"])
         idle = upload([not self._active[i] for i in self._slots], self._device)[bucket.block_param]
         kept = momentum.view(-1, bucket.block_size)[idle]
@@ -659,16 +714,8 @@ class ZeroOneAdam(RefreshingAdam):
         momentum.view(-1, bucket.block_size)[idle] = kept
         u.zero_()
 
-    def _rescale(self, bucket: Bucket, packed: Packed, units: Sequence[float]) -> None:
-        """From updates to momentum: ``m = ubar / unit``, of each slot (a unit of 0 leaves a parameter that takes no part)."""
-        for slot in bucket.members:
-            if (unit := units[slot]) > 0:
-                self._units[slot] = unit
-        tables = self._lookups.tables
-        if "units" not in tables:
-            factors = self._spread([1.0 / unit if unit > 0 else 1.0 for unit in units])
-            tables["units"] = factors.split([bucket.blocks for bucket in self._buckets()])
-        packed.scales.mul_(tables["units"][bucket.index].view(packed.rows, packed.blocks_per_row))
+    def _note_brought(self, bucket: Bucket, packed: Packed) -> None:
+        """Keeps the momentum's scales for what decides when the variance is refreshed."""
         if self._phase is Phase.LOCAL and self.settings["refresh_interval"] == "auto":
             self._brought.append((packed.scales.flatten().double(), self._moved_lengths(bucket)))
 
@@ -746,7 +793,7 @@ class ZeroOneAdam(RefreshingAdam):
             "variance_policy": self.variance_policy.state_dict(),
             "sync_policy": self.sync_policy.state_dict(),
             "travelled": list(self._travelled),
-            "units": list(self._units),
+            "exchanged_steps": self._exchanged_steps,
             "one_bit": self._worker_residual is not None,
         }
 
@@ -771,6 +818,7 @@ class ZeroOneAdam(RefreshingAdam):
         if "local_update" not in tensors or self._interrupted is None:
             return
         self.sync_policy.since, self._travelled = self._interrupted
+        self._travelled_steps = self.sync_policy.since
         self._anchor_here()
         self._flat["u"].copy_(tensors["local_update"])
         for slot, i in enumerate(self._slots):
@@ -782,8 +830,8 @@ class ZeroOneAdam(RefreshingAdam):
         if books:
             self.variance_policy.load_state_dict(books["variance_policy"])
             self.sync_policy.load_state_dict(books["sync_policy"])
+            self._exchanged_steps = books.get("exchanged_steps", 1)
             if len(books["travelled"]) == len(self._slots):  # there are none before the first step
-                self._units = list(books["units"])
                 self._interrupted = (self.sync_policy.since, list(books["travelled"]))
             # this is the model of the last synchronisation; what ranks have done since lies in their own parts
             self.sync_policy.since = 0

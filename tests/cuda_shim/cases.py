@@ -278,7 +278,7 @@ def local_step(w: World, gradient: str, times: torch.dtype = torch.float32) -> R
     spans = w.spans(dtypes=DTYPES[:1], missing=2)
     grads = w.odd_spans() if gradient == "odd" else w.spans(shift=int(gradient == "shifted"))
     m, u, r, anchor = w.flat(), w.flat(), w.reciprocals(times), w.flat()
-    factors = w.put(torch.stack([w.per_param().cpu() for _ in range(4)]))
+    factors = w.put(torch.stack([w.per_param().cpu() for _ in range(5)]))
     w.kernels.local_step(w.bucket, spans, grads, m, u, r, anchor, factors)
     return [m, u, anchor, *_present(spans)]
 

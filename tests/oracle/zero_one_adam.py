@@ -27,7 +27,7 @@ class VariancePolicy:
     """``T_v``: the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``; the first refresh is at t = 1.
 
     A refresh at ``t <= rise_steps`` after which the gap would exceed 1 has the gap 1 after it, and is not one of the j, where its lr is
-    above the last one's, or was at such a refresh ``s`` with ``t < 4*s``.
+    above the last one's, or was at such a refresh ``s`` with ``t < 4*s``, or where it is not yet the 32nd refresh.
     """
 
     def __init__(self, var_freeze_step: int, scaler: int = 16, rise_steps: int = 0) -> None:
@@ -44,7 +44,7 @@ class VariancePolicy:
         if gap > 1 and t <= self.rise_steps:
             if lr > self.lrs[-2]:
                 self.rises.append(t)
-            if any(t < 4 * s for s in self.rises):
+            if any(t < 4 * s for s in self.rises) or len(self.lrs) - 1 < 32:
                 self.next = t + 1
                 return True
         self.next = t + gap
@@ -104,7 +104,7 @@ class ZeroOneAdam:
         ms: first moments of each worker.
         anchor: weights at the last synchronisation, decayed since.
         u: what each worker has accumulated since.
-        S: sum of ``lr_t`` since, per tensor.
+        S: sum of ``lr_t`` since, per tensor; H: steps since.
     """
 
     def __init__(
@@ -148,11 +148,13 @@ class ZeroOneAdam:
         self.anchor = [a.copy() for a in start]
         self.u = [[np.zeros(size) for size in sizes] for _ in range(n)]
         self.S = [0.0] * len(sizes)
+        self.H = 0
         self.t = [0] * len(sizes)
         self.k = [0] * len(sizes)
         self.exchange = Exchange(sizes, n, block_size, ranks_per_node, scale_factor, server_scale_factor)
         self.steps = self.skipped = 0
         self.compressed_once = False
+        self.bounded = 0  # coordinates that local steps have moved by the bound
         self.kinds: list[str] = []  # what each step was: "refresh", "dense", "compressed", "sync", "local" or "relearn"
         # after the freeze: what the denominators are made of, v and its updates then or at the end of the last "relearn" steps; steps
         # since; how many of them there are before the next "relearn" steps; what synchronisations brought
@@ -197,6 +199,7 @@ class ZeroOneAdam:
             sync = True
         if sync:
             self.T_u.last = self.steps
+        self.H += 1
         if relearn:
             kind = "relearn"
         elif refresh:
@@ -219,6 +222,8 @@ class ZeroOneAdam:
             elif (local_stage and not relearn) or present(g, l):
                 self.t[l] += 1
                 getattr(self, "_" + kind)(l, zero_if_missing(g, l, self.v[l].size))
+        if kind != "local":
+            self.H = 0
         if refresh:
             self.refreshed = self.steps
             if len(self.T_v.lrs) == 1 + 32:
@@ -344,10 +349,9 @@ class ZeroOneAdam:
 
     def _compressed(self, l: int, g: Sequence[Array]) -> None:
         x, lr_t = self.xs[0][l], self._lr_t(l)
-        # ubar = exchange(lr_t*(b1 m + (1-b1) g_i))
-        ubar = self._exchanged(l, [lr_t * (self.b1 * self.ms[i][l] + (1 - self.b1) * g[i]) for i in range(self.n)])
-        # m = ubar/lr_t ; x -= lr*wd*x + ubar/(sqrt(vhat)+eps)
-        self._set_all(l, ubar / lr_t, x - self.lr * self.wd * x - self._over_denominator(l, ubar))
+        # m = exchange(b1 m + (1-b1) g_i) ; x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
+        m = self._exchanged(l, [self.b1 * self.ms[i][l] + (1 - self.b1) * g[i] for i in range(self.n)])
+        self._set_all(l, m, x - self.lr * self.wd * x - self._over_denominator(l, lr_t * m))
 
     def _local(self, l: int, g: Sequence[Array]) -> None:
         lr_t = self._lr_t(l)
@@ -357,15 +361,20 @@ class ZeroOneAdam:
         for i in range(self.n):
             self.ms[i][l] = self.b1 * self.ms[i][l] + (1 - self.b1) * g[i]  # m_i = b1 m_i + (1-b1) g_i
             self.u[i][l] = self.u[i][l] + lr_t * self.ms[i][l]  # u_i += lr_t*m_i
-            # x_i -= lr*wd*x_i + lr_t*m_i/(sqrt(vhat)+eps)
-            x = self.xs[i][l]
-            self.xs[i][l] = x - self.lr * self.wd * x - self._over_denominator(l, lr_t * self.ms[i][l])
+            # x_i -= lr*wd*x_i + clip(lr_t*m_i/(sqrt(vhat)+eps), -bound, bound) , bound = lr_t*max(1, (1-b1)/sqrt(1-b2))
+            bound = lr_t * max(1.0, (1 - self.b1) / math.sqrt(1 - self.b2))
+            if self.preconditioned is False:  # as published
+                bound = np.inf
+            step = np.clip(self._over_denominator(l, lr_t * self.ms[i][l]), -bound, bound)
+            self.xs[i][l] = self.xs[i][l] - self.lr * self.wd * self.xs[i][l] - step
+            self.bounded += int(np.sum(np.abs(step) == bound))
         self.S[l] += lr_t  # S += lr_t
         self.anchor[l] = self.anchor[l] - self.lr * self.wd * self.anchor[l]  # anchor -= lr*wd*anchor
 
     def _sync(self, l: int, g: Sequence[Array]) -> None:
         self._local(l, g)
-        ubar = self._exchanged(l, [self.u[i][l] for i in range(self.n)])  # ubar = exchange(u_i)
+        unit = self.S[l] / self.H  # mean lr_t of the H steps
+        ubar = unit * self._exchanged(l, [self.u[i][l] / unit for i in range(self.n)])  # ubar = (S/H) exchange(u_i/(S/H))
         # m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u = 0 ; S = 0
         self._set_all(l, ubar / self.S[l], self.anchor[l] - self._over_denominator(l, ubar))
         for i in range(self.n):
