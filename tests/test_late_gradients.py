@@ -414,3 +414,31 @@ def test_the_loss_is_that_of_dense_steps(way: str, most: float) -> None:
     usual = last_loss(way, "onebit_adam", freeze=False)
     for algorithm in ("onebit_adam", "zero_one_adam"):
         assert last_loss(way, algorithm, freeze=True) < most * usual
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_compressed_tensor_whose_state_is_reset_starts_over_by_dense_steps(rule: str) -> None:
+    """As ReLoRA resets the moments of some tensors: the others stay, bit for bit, what they are without it."""
+
+    def restarted(group: Any) -> tuple[list[Tensor], list[Tensor], Tensor, bool]:
+        run, other = (Run(group, rule, "missing", begins=0).to(BEGINS) for _ in range(2))
+        run.optimizer.reset_state([run.late])
+        other.optimizer.synchronise()
+        start, kept = run.late.detach().clone(), []
+        assert "exp_avg" not in run.optimizer.state[run.late] and len(run.lessons) == 1
+        goes_on = run.resumed()
+        for _ in range(12):
+            for one in (run, other, goes_on):
+                one.step()
+            kept.append(run.late.detach().clone())
+            assert all(map(torch.equal, run.params, goes_on.params))
+        for one in (run, other):
+            one.optimizer.synchronise()
+        same = all(map(torch.equal, run.params[:LATE], other.params[:LATE]))
+        return [p.detach().clone() for p in run.params], kept, start, same and not run.lessons
+
+    results = world(restarted)
+    (params, kept, start, whole), (others, *_) = results
+    assert whole and all(map(torch.equal, params, others)), "replicas are equal, and the other tensors did not notice"
+    for mine, theirs in zip(kept[:6], reference(rule, "missing", 6, start=start), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)

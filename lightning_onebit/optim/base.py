@@ -236,11 +236,12 @@ class OnebitOptimizer(StatefulOptimizer):
         ``register_load_state_dict_post_hook`` are told.
 
         Args:
-            params: parameters whose moments and step counts alone start over; everything else goes on.
+            params: parameters whose moments and step counts alone start over; everything else goes on. After the freeze they are averaged
+                densely until their second moments have learned again, then compressed.
 
         Raises:
             ValueError: one of ``params`` is not a parameter of this optimizer.
-            RuntimeError: some of ``params`` are exchanged in one bit with frozen second moments, which could not learn again.
+            RuntimeError: the algorithm cannot start some of ``params`` over alone (BinSGDM with the hierarchical exchange).
 
         Example:
             >>> optimizer.reset_state()
@@ -262,13 +263,15 @@ class OnebitOptimizer(StatefulOptimizer):
         known = set(self._known())
         indices = [i for p in params if (i := places[id(p)]) in known]
         frozen = [i for i in indices if i not in self._dense_state and not self._learns_again]
-        if frozen:
+        if frozen and not self._takes_late:
             raise RuntimeError(
-                f"reset_state(): {self.name_of(frozen[0])} is exchanged in one bit, and its second moments have frozen in phase "
-                f"{self._phase.value!r}; call reset_state() without parameters, or reset it before the freeze"
+                f"reset_state(): {self.name_of(frozen[0])} is exchanged in one bit, and what has been learned of it in phase "
+                f"{self._phase.value!r} cannot be dropped alone; call reset_state() without parameters"
             )
         with self._changing("reset_state()"):
-            for i in indices:
+            if frozen:
+                self._restart(frozen)
+            for i in set(indices).difference(frozen):
                 for name in self._arenas():
                     self._moment(name, i).zero_()
                 self._t[i] = 0
@@ -278,6 +281,15 @@ class OnebitOptimizer(StatefulOptimizer):
     def _learns_again(self) -> bool:
         """Whether all that is known of a parameter's gradients is in moments that go on learning."""
         return self._worker_residual is None and self._phase is Phase.WARMUP
+
+    @property
+    def _takes_late(self) -> bool:
+        """Whether a parameter can learn by dense steps while the others are compressed."""
+        return False
+
+    def _restart(self, indices: list[int]) -> None:
+        """Makes compressed parameters learn anew by dense steps."""
+        raise AssertionError("abstract")
 
     @property
     def mid_local(self) -> bool:

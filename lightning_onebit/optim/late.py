@@ -19,6 +19,7 @@ from torch import Tensor
 from lightning_onebit._names import shown_as
 from lightning_onebit.comm import Control, memory_order
 from lightning_onebit.kernels import Packed, Residual
+from lightning_onebit.optim.arena import Lookups
 from lightning_onebit.optim.moments import AdamMoments
 
 log = logging.getLogger("lightning_onebit")
@@ -120,6 +121,32 @@ class LateParameters(AdamMoments):
             self._dense_update(self.param_groups[group_index], part)
         self._publish(members)
         self._count(members)
+
+    @property
+    def _takes_late(self) -> bool:
+        return self.compresses and "r" in self._flat
+
+    def _restart(self, indices: list[int]) -> None:
+        for i in indices:
+            self._t[i] = 0
+            slot = self._slot_of[i]
+            self._part(self._flat["r"], slot).zero_()
+            self._clear_momentum(slot)
+            self._clear_residuals(slot)
+        self._cold -= set(indices)
+        self._begin_late(indices, "starts over by reset_state()")
+        self._lookups = Lookups()
+
+    def _clear_momentum(self, slot: int) -> None:
+        if "m" in self._flat:
+            self._part(self._flat["m"], slot).zero_()
+            return
+        for bucket, _ in self._known_plan().spans_of(slot):
+            mine, held = bucket.block_param == slot, self._momentum[bucket.index]
+            if isinstance(held, Packed):
+                held.scales[mine.view(held.rows, held.blocks_per_row)] = 0.0
+            else:
+                held.view(-1, bucket.block_size)[mine] = 0.0
 
     def _reset_some(self, params: list[Tensor]) -> None:
         super()._reset_some(params)
