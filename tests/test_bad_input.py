@@ -131,6 +131,17 @@ LIGHTNINGS = {
     "process_group_backend",
     "start_method",
 }
+#: what programs written for it say, answered by name (test_ddp_habits.py)
+LIGHTNINGS |= {
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "bucket_cap_mb",
+    "ddp_comm_hook",
+    "ddp_comm_state",
+    "ddp_comm_wrapper",
+    "model_averaging_period",
+}
 REMEDIES = ("must", "give", "choose", "try ", "use ", "set ", "leave ", "remove ")
 
 
