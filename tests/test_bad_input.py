@@ -141,6 +141,7 @@ LIGHTNINGS |= {
     "ddp_comm_state",
     "ddp_comm_wrapper",
     "model_averaging_period",
+    "others",
 }
 REMEDIES = ("must", "give", "choose", "try ", "use ", "set ", "leave ", "remove ")
 

@@ -422,7 +422,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             return
         self._check_parameter_list()
         known = set(self._slots) | set(self._dense)
-        if any(p.requires_grad and i not in known for i, p in enumerate(self._params)):
+        if any([p.requires_grad and i not in known for i, p in enumerate(self._params)]):
             self._build()
         elif self._transport is None:
             self._reconnect()
