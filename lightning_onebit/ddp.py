@@ -29,6 +29,7 @@ from lightning_onebit.checkpoint import (
     Stamp,
     agree,
     remove_shards,
+    replacing,
     restarted,
     restore_residuals,
     save_shards,
@@ -572,12 +573,8 @@ def _write(path: str, text: str) -> None:
         with fs.open(inner, "w") as file:
             file.write(text)
         return
-    temporary = f"{inner}.{os.getpid()}.tmp"
-    with open(temporary, "w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, inner)
+    with replacing(inner, f"{inner}.{os.getpid()}.tmp") as file:
+        file.write(text.encode())
 
 
 def _read(path: str) -> str | None:
