@@ -35,7 +35,7 @@ from lightning_onebit.checkpoint import (
     save_shards,
     shard_ids,
 )
-from lightning_onebit.comm import ByteLedger, Topology, Transport, ring_bytes
+from lightning_onebit.comm import ByteLedger, Topology, Transport, ring_bytes, share_values
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.optim import OnebitOptimizer
 
@@ -545,13 +545,15 @@ def _everyone(optimizers: Sequence[OnebitOptimizer]) -> Transport:
 
 
 def _from_first(transport: Transport, value: Any) -> Any:
-    """What rank 0 has."""
-    group = transport.topology.group
-    if not isinstance(group, dist.ProcessGroup) or transport.size == 1:
+    """What rank 0 has, of what JSON can say."""
+    if transport.size == 1:
         return value
-    box = [value]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group, 0), group=group)
-    return box[0]
+    text = json.dumps(value).encode()
+    lengths = share_values(transport, torch.tensor([len(text)]), "length of what rank 0 has")
+    mine = torch.zeros(int(lengths[0]), dtype=torch.uint8)
+    if transport.topology.rank == 0:
+        mine.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+    return json.loads(bytes(share_values(transport, mine, "what rank 0 has")[0].tolist()))
 
 
 def _fingerprint(optimizers: Sequence[OnebitOptimizer]) -> str:

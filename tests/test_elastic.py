@@ -487,9 +487,9 @@ def test_the_bias_correction_of_second_moments_survives_worlds_of_two_and_one(al
 
 
 def half_worker(group: Any, rank: int, state: Any, first: int, last: int, **options: Any) -> Any:
-    """0/1 Adam where every second coordinate never has a gradient (rows of an embedding that are not used); its refreshes end early."""
+    """0/1 Adam where every second coordinate never has a gradient (rows of an embedding that are not used); one-bit rounds come early."""
     p = torch.nn.Parameter(torch.zeros(256) if state is None else state[0].clone())
-    optimizer = ob.ZeroOneAdam([p], lr=1e-3, process_group=group, **options)
+    optimizer = ob.ZeroOneAdam([p], lr=1e-3, process_group=group, var_rise_steps=0, **options)
     if state is not None:
         optimizer.load_state_dict(state[1])
     return half_steps(p, optimizer, rank, first, last)

@@ -33,7 +33,7 @@ RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit_lamb, published": ("onebit_lamb", {"trust_ratio": "frozen"}),
     "zero_one_adam": ("zero_one_adam", {}),
     # the first gradient comes between two refreshes of the variance
-    "zero_one_adam, warm-up": ("zero_one_adam", {"var_freeze_step": 40}),
+    "zero_one_adam, warm-up": ("zero_one_adam", {"var_freeze_step": 40, "var_rise_steps": 0}),
 }
 
 
