@@ -14,6 +14,7 @@ import torch.distributed as dist
 from harness import run_ranks
 from lightning_support import enter, make_module, plain_net, quiet_trainer, strategy_class
 from test_kill_points import At
+from test_lightning_algorithms import saves_on_exception
 from test_resume import configure, training_step
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -70,6 +71,7 @@ def failing_rank(rank: int, world: int, folder: str) -> list[Any]:
     return found
 
 
+@pytest.mark.skipif(not saves_on_exception, reason="ModelCheckpoint cannot save on an exception in this Lightning")
 def test_after_a_step_that_is_not_finite_no_weights_are_saved_and_the_last_good_file_is_named(tmp_path: Path) -> None:
     for found in run_ranks(failing_rank, 2, str(tmp_path), timeout=150):
         for (kind, said, context), fault in zip(found, FAULTS, strict=True):
@@ -87,6 +89,7 @@ def test_after_a_step_that_is_not_finite_no_weights_are_saved_and_the_last_good_
         assert torch.load(tmp_path / fault / "last.ckpt", weights_only=True)["global_step"] == 4
 
 
+@pytest.mark.skipif(not saves_on_exception, reason="ModelCheckpoint cannot save on an exception in this Lightning")
 def test_ctrl_c_within_a_step_is_handled_between_two_batches_whose_file_counts_that_step(tmp_path: Path) -> None:
     pl = enter(0)
     for name in ("LOCAL_RANK", "MASTER_PORT"):
