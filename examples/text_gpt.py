@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gc
 import hashlib
 import json
 import math
@@ -37,6 +38,7 @@ except ModuleNotFoundError:
 from data import VOCABULARY, TextWindows, available_cores, load_corpus
 
 import lightning_onebit as ob
+from lightning_onebit.comm import disconnect
 
 
 def rotate(x: Tensor) -> Tensor:
@@ -401,6 +403,10 @@ def main(arguments: list[str] | None = None) -> None:
     )
     data = TextData(options.batch_size, options.context, options.train_bytes, options.validation_windows)
     trainer.fit(model, data)
+    # Lightning leaves the process group of "ddp" to the end of Python, where gloo's threads now and then abort the process.
+    del trainer, model
+    gc.collect()
+    disconnect()
 
 
 if __name__ == "__main__":
