@@ -1,0 +1,687 @@
+"""Which rules and mechanisms earn their keep? Each of them on small language models, at its own best learning rate.
+
+    python benchmarks/rules.py run --task T1            run what is missing, two runs at once
+    python benchmarks/rules.py run --task T1 --only lamb --minutes 60
+    python benchmarks/rules.py table                    the tables, and benchmarks/results/rules.json
+
+A run is one line of ``benchmarks/results/rules_runs.jsonl``. A run that is there is not repeated, so an interrupted study goes on. For each
+rule, seed 0 searches the learning rate on a grid of factor 2, until the best one has a worse neighbour on both sides; seeds 1, 2 and 3
+compare at that rate. Within a seed all rules begin with the same weights and see the same data. Compressed rules run in a
+``SimulatedWorld``; dense ones see the batches of all workers at once, which gives the same mean gradient.
+
+T1 and T2 need ``pip install tokenizers``. Nothing is downloaded: the data is the Python source of the standard library and of torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import multiprocessing as mp
+import os
+import re
+import statistics
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "examples"))
+
+from data import load_corpus, standard_library_files  # noqa: E402  (lives in examples/)
+
+import lightning_onebit as ob  # noqa: E402
+from lightning_onebit.comm import SimulatedWorld  # noqa: E402
+
+RUNS = HERE / "results" / "rules_runs.jsonl"
+SUMMARY = HERE / "results" / "rules.json"
+SEARCH_SEED, SEEDS = 0, (1, 2, 3)
+BLOCK = 2048
+
+
+# ----- tasks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Task:
+    """A language model and the length of its training.
+
+    Attributes:
+        name: of the task.
+        workers: ranks.
+        rows: windows that one worker sees in a step.
+        context: predictions per window.
+        steps: optimizer steps.
+        rise: steps in which the learning rate rises; a cosine follows, to 0.1 % of the peak.
+        warm_up: dense steps before the freeze of 1-bit Adam and 1-bit LAMB.
+        vocabulary: byte-pair tokens; 256: bytes.
+        width: of the residual stream.
+        layers: transformer layers.
+    """
+
+    name: str
+    workers: int
+    rows: int
+    context: int
+    steps: int
+    rise: int
+    warm_up: int
+    vocabulary: int
+    width: int
+    layers: int
+
+    def lr(self, peak: float, step: int) -> float:
+        """Learning rate of step 1, 2, ..."""
+        if step <= self.rise:
+            return peak * step / self.rise
+        done = (step - self.rise) / (self.steps - self.rise)
+        return peak * (0.5 * (1 + math.cos(math.pi * done)) + 1e-3)
+
+
+TASKS = {
+    task.name: task
+    for task in (
+        Task("T1", 4, 8, 64, 1000, 200, 200, 4096, 128, 2),
+        Task("T1short", 4, 8, 64, 1000, 50, 100, 4096, 128, 2),
+        Task("T2", 16, 2, 64, 1000, 200, 200, 4096, 128, 2),
+        Task("T2short", 16, 2, 64, 1000, 50, 100, 4096, 128, 2),
+        Task("T3", 4, 4, 128, 600, 60, 120, 256, 256, 4),
+    )
+}
+
+
+class GPT(nn.Module):
+    """A small GPT with tied embeddings; ``forward`` gives the mean loss of ``(rows, context + 1)`` tokens."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        super().__init__()
+        width = task.width
+        self.token = nn.Embedding(task.vocabulary, width)
+        self.position = nn.Embedding(task.context, width)
+        self.norm = nn.LayerNorm(width)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {
+                    "norm_attention": nn.LayerNorm(width),
+                    "query_key_value": nn.Linear(width, 3 * width),
+                    "project": nn.Linear(width, width),
+                    "norm_feed_forward": nn.LayerNorm(width),
+                    "up": nn.Linear(width, 4 * width),
+                    "down": nn.Linear(4 * width, width),
+                }
+            )
+            for _ in range(task.layers)
+        )
+        draws = torch.Generator().manual_seed(seed)
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                residual = "project" in name or "down" in name
+                p.data.normal_(std=0.02 / (2 * task.layers) ** 0.5 if residual else 0.02, generator=draws)
+            elif "norm" not in name:
+                p.data.zero_()
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy of the next token, in nats."""
+        x = self.token(tokens[:, :-1]) + self.position.weight
+        for layer in self.layers:
+            heads = layer["query_key_value"](layer["norm_attention"](x)).view(*x.shape[:2], 3, 4, -1)
+            query, key, value = heads.permute(2, 0, 3, 1, 4)
+            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+            x = x + layer["project"](attended.transpose(1, 2).reshape(x.shape))
+            x = x + layer["down"](F.gelu(layer["up"](layer["norm_feed_forward"](x)), approximate="tanh"))
+        return F.cross_entropy(F.linear(self.norm(x), self.token.weight).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+@lru_cache(maxsize=2)
+def corpus(vocabulary: int) -> tuple[Tensor, Tensor]:
+    """Training and validation tokens, int64, cut by file; byte-pair tokens are kept in a file for the next run."""
+    if vocabulary == 256:
+        train, validation = load_corpus()
+        return train.long(), validation.long()
+    path = (
+        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning_onebit" / f"rules_{vocabulary}.pt"
+    )
+    if not path.exists():
+        _tokenize(vocabulary, path)
+    parts = torch.load(path)
+    return parts["train"].long(), parts["validation"].long()
+
+
+def _tokenize(vocabulary: int, path: Path) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    files = standard_library_files() + sorted(Path(torch.__path__[0]).rglob("*.py"))
+    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0)).tolist()
+    texts: list[str] = []
+    size = 0
+    for k in order:
+        texts.append(files[k].read_text(errors="replace")[:60_000])
+        size += len(texts[-1])
+        if size > 24e6:
+            break
+    validation, train = texts[: len(texts) // 40], texts[len(texts) // 40 :]
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        train[::2], trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
+    )
+    parts = {
+        name: torch.tensor([token for piece in bpe.encode_batch(part) for token in piece.ids], dtype=torch.int32)
+        for name, part in (("train", train), ("validation", validation))
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}")
+    torch.save(parts, temporary)
+    os.replace(temporary, path)
+
+
+def batch(task: Task, tokens: Tensor, seed: int, step: int, rank: int) -> Tensor:
+    """The windows of one worker in a step: int64 ``(rows, context + 1)``."""
+    draws = torch.Generator().manual_seed((seed * 10**6 + step) * 64 + rank)
+    starts = torch.randint(len(tokens) - task.context - 1, (task.rows, 1), generator=draws)
+    return tokens[starts + torch.arange(task.context + 1)]
+
+
+@torch.no_grad()
+def validation_loss(task: Task, model: GPT, tokens: Tensor, windows: int = 1024) -> float:
+    """Mean loss over windows spread evenly over the validation text."""
+    starts = torch.linspace(0, len(tokens) - task.context - 1, windows).long()[:, None]
+    rows = tokens[starts + torch.arange(task.context + 1)]
+    return statistics.fmean(model(part).item() for part in rows.split(64))
+
+
+# ----- rules ----------------------------------------------------------------------------------------------------------
+
+BETAS, BETAS95 = (0.9, 0.999), (0.9, 0.95)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An update rule under study.
+
+    Attributes:
+        name: of the rule.
+        family: ``"dense"`` (one process, the mean gradient), ``"library"`` (a ``SimulatedWorld``) or ``"stacked"`` (gradients of all
+            workers as rows of one tensor, for what the library has no option for).
+        make: makes the optimizer: from ``(parameters, lr, task, **more)``.
+        lr: where the search for the best learning rate begins.
+        twin: the rule that it is compared with.
+        tasks: those it is run on; empty: all.
+    """
+
+    name: str
+    family: str
+    make: Callable[..., Any]
+    lr: float
+    twin: str = ""
+    tasks: tuple[str, ...] = field(default=())
+
+
+class SignDescent(torch.optim.Optimizer):
+    """``x -= lr * sign(p)`` with p the momentum of rate ``beta``, or Lion's interpolation (arXiv 2302.06675)."""
+
+    def __init__(self, params: Iterable[Tensor], lr: float, *, lion: bool) -> None:
+        super().__init__(params, {"lr": lr})
+        self.lion = lion
+
+    @torch.no_grad()
+    def step(self) -> None:  # type: ignore[override]
+        """One step on averaged gradients."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                if self.lion:
+                    p.sub_(group["lr"] * torch.lerp(p.grad, m, 0.9).sign())
+                    m.lerp_(p.grad, 0.01)
+                else:
+                    m.lerp_(p.grad, 0.3)
+                    p.sub_(group["lr"] * m.sign())
+
+
+class Separated(torch.optim.Optimizer):
+    """Adam or LAMB in which freezing, compression and frozen trust ratios are switched on one at a time.
+
+    ``step_on`` takes the gradients of all workers as rows. The second moment always learns from their mean.
+
+    Args:
+        params: parameters.
+        lr: learning rate.
+        task: gives the workers and the step of the freeze.
+        freeze: the second moment stops at the freeze, and its denominators get the library's floor.
+        compress: from the freeze on the momentum divided by its denominators is exchanged as one bit with error feedback.
+        lamb: trust ratios of LAMB.
+        ratio: ``"own"``: of the step that is made; ``"frozen"``: their average, which stays as it is from the freeze on.
+        betas: decays of the moments.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Tensor],
+        lr: float,
+        task: Task,
+        *,
+        freeze: bool,
+        compress: bool,
+        lamb: bool = False,
+        ratio: str = "own",
+        betas: tuple[float, float] = BETAS,
+    ) -> None:
+        super().__init__(params, {"lr": lr})
+        self.task, self.freeze, self.compress, self.lamb, self.ratio, self.betas = (
+            task,
+            freeze,
+            compress,
+            lamb,
+            ratio,
+            betas,
+        )
+        self.t = 0
+
+    @torch.no_grad()
+    def step_on(self, rows: Sequence[Tensor]) -> None:
+        """One step; ``rows[k]`` is ``(workers, *shape)`` for parameter k."""
+        self.t += 1
+        frozen = self.t > self.task.warm_up
+        for p, g in zip(self.param_groups[0]["params"], rows, strict=True):
+            self._step(p, g, frozen, self.param_groups[0]["lr"])
+
+    def _step(self, p: Tensor, g: Tensor, frozen: bool, lr: float) -> None:
+        (b1, b2), state, mean = self.betas, self.state[p], g.mean(0)
+        if not state:
+            state |= {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "k": 0, "ratio": 1.0}
+        if not (frozen and self.freeze):
+            state["v"].lerp_(mean * mean, 1 - b2)
+            state["k"] += 1
+        vhat = state["v"] / (1 - b2 ** state["k"])
+        if frozen and (self.freeze or self.compress) and bool((vhat > 0).any()):
+            w = vhat[vhat > 0].mean()
+            vhat = torch.where(vhat == 0, w, vhat.clamp(min=0.01 * w))
+        r = 1 / (vhat.sqrt() + 1e-8)
+        if frozen and self.compress:
+            sent = state["m"] * r * b1 + (1 - b1) * g * r
+            u = self._exchange(state, sent)
+            state["m"] = u / r
+        else:
+            state["m"].lerp_(mean, 1 - b1)
+            u = state["m"] * r
+        u = u / (1 - b1**self.t)
+        if self.lamb:
+            if not (frozen and self.ratio == "frozen"):
+                x_norm, u_norm = p.norm(), u.norm()
+                own = float((x_norm / u_norm).clamp(0.01, 10.0)) if x_norm > 0 and u_norm > 0 else 1.0
+                state["ratio"] = own if self.ratio == "own" else 0.9 * state["ratio"] + 0.1 * own
+            u = u * state["ratio"]
+        p.sub_(lr * u)
+
+    def _exchange(self, state: dict[str, Any], sent: Tensor) -> Tensor:
+        workers, shape = len(sent), sent.shape[1:]
+        flat = sent.reshape(workers, -1)
+        rest = -flat.shape[1] % BLOCK
+        flat = F.pad(flat, (0, rest))
+        if "e" not in state:
+            state |= {"e": torch.zeros_like(flat), "d": torch.zeros_like(flat[0])}
+        lengths = torch.full((flat.shape[1] // BLOCK,), float(BLOCK))
+        lengths[-1] = BLOCK - rest
+        y = flat + state["e"]
+        received = _one_bit(y, lengths)
+        if rest:
+            received[:, -rest:] = 0.0
+        state["e"] = y - received
+        z = received.mean(0) + state["d"]
+        out = _one_bit(z, lengths)
+        state["d"] = z - out
+        if rest:
+            state["d"][-rest:] = 0.0
+        return out[: out.numel() - rest].view(shape)
+
+
+def _one_bit(y: Tensor, lengths: Tensor) -> Tensor:
+    blocks = y.unflatten(-1, (-1, BLOCK))
+    scale = (blocks.square().sum(-1) / lengths).sqrt()
+    return (torch.where(torch.signbit(blocks), -1.0, 1.0) * scale[..., None]).flatten(-2)
+
+
+def _dense_adam(betas: tuple[float, float]) -> Callable[..., Any]:
+    return lambda params, lr, task: torch.optim.AdamW(params, lr=lr, betas=betas, weight_decay=0.0, fused=True)
+
+
+def _library(cls: type[Any], **options: Any) -> Callable[..., Any]:
+    def make(params: Any, lr: float, task: Task, group: Any) -> Any:
+        resolved = {name: value(task) if callable(value) else value for name, value in options.items()}
+        return cls(params, lr=lr, process_group=group, **resolved)
+
+    return make
+
+
+def _rules() -> dict[str, Rule]:
+    warm_up, half = (lambda task: task.warm_up), (lambda task: task.steps // 2)
+    adam_published = {
+        "preconditioned": False,
+        "refresh_interval": "never",
+        "scale_factor": 1.0,
+        "server_scale_factor": 1.0,
+    }
+    zero_one_published = {**adam_published, "var_decay": "refresh", "var_rise_steps": 0}
+    binsgdm_published = {"server": "random", "draws": "independent", "magnitude_beta": 0.7, "denominator_floor": 0.0}
+    local = {"local_step_scaler": lambda task: task.steps // 20, "local_step_clipper": 4}
+
+    def adam(name: str, **options: Any) -> Rule:
+        made = _library(ob.OnebitAdam, freeze_step=warm_up, **options)
+        return Rule(name, "library", made, 8e-3, "adamw95" if name.endswith("95") else "adamw")
+
+    def lamb(name: str, **options: Any) -> Rule:
+        return Rule(name, "library", _library(ob.OnebitLamb, freeze_step=warm_up, **options), 1e-2, "lamb")
+
+    def zero_one(name: str, **options: Any) -> Rule:
+        made = _library(ob.ZeroOneAdam, var_freeze_step=half, **options)
+        return Rule(name, "library", made, 8e-3, "adamw95" if name.endswith("95") else "adamw")
+
+    def binsgdm(name: str, **options: Any) -> Rule:
+        return Rule(name, "library", _library(ob.BinSGDM, **options), 2e-3, "sign")
+
+    def separated(name: str, twin: str, lr: float, **options: Any) -> Rule:
+        return Rule(name, "stacked", lambda p, lr, task: Separated(p, lr, task, **options), lr, twin)
+
+    rules = [
+        Rule("adamw", "dense", _dense_adam(BETAS), 8e-3),
+        Rule("adamw95", "dense", _dense_adam(BETAS95), 8e-3),
+        Rule("lamb", "dense", lambda p, lr, task: ob.OnebitLamb(p, lr=lr), 1e-2),
+        Rule("sign", "dense", lambda p, lr, task: SignDescent(p, lr, lion=False), 1e-3),
+        Rule("lion", "dense", lambda p, lr, task: SignDescent(p, lr, lion=True), 1e-3),
+        # 1-bit Adam
+        adam("onebit_adam"),
+        adam("onebit_adam_95", betas=BETAS95),
+        adam("onebit_adam_published", **adam_published),
+        adam("onebit_adam_plain_momentum", preconditioned=False),
+        adam("onebit_adam_never_refreshed", refresh_interval="never"),
+        adam("onebit_adam_refresh_10_1", refresh_interval=10, refresh_steps=1),
+        adam("onebit_adam_refresh_40_4", refresh_interval=40, refresh_steps=4),
+        adam("onebit_adam_floor_0.01", denominator_floor=0.01),
+        adam("onebit_adam_no_bias_correction", bias_correction=False),
+        # 1-bit LAMB
+        lamb("onebit_lamb"),
+        lamb("onebit_lamb_published", trust_ratio="frozen"),
+        lamb("onebit_lamb_scale_1", scale_factor=1.0, server_scale_factor=1.0),
+        lamb("onebit_lamb_never_refreshed", refresh_interval="never"),
+        lamb("onebit_lamb_refresh_40_4", refresh_interval=40, refresh_steps=4),
+        # 0/1 Adam
+        zero_one("zero_one_adam"),
+        zero_one("zero_one_adam_95", betas=BETAS95),
+        zero_one("zero_one_adam_published", **zero_one_published),
+        zero_one("zero_one_adam_never_refreshed", refresh_interval="never"),
+        zero_one("zero_one_adam_decay_per_refresh", var_decay="refresh"),
+        zero_one("zero_one_adam_no_wait_for_rise", var_rise_steps=0),
+        zero_one("zero_one_adam_preconditioned", preconditioned=True),
+        zero_one("zero_one_adam_plain_momentum", preconditioned=False),
+        zero_one("zero_one_adam_local_4", **local),
+        # BinSGDM
+        binsgdm("binsgdm"),
+        binsgdm("binsgdm_published", **binsgdm_published),
+        binsgdm("binsgdm_random_server", server="random"),
+        binsgdm("binsgdm_majority", server="majority"),
+        binsgdm("binsgdm_independent_draws", draws="independent"),
+        binsgdm("binsgdm_drops_overflow", overflow="drop"),
+        binsgdm("binsgdm_one_beta", magnitude_beta=0.7),
+        binsgdm("binsgdm_no_floor", denominator_floor=0.0),
+        # what costs how much, one at a time
+        separated("adam_frozen_dense", "adamw", 8e-3, freeze=True, compress=False),
+        separated("adam_learning_compressed", "adamw", 8e-3, freeze=False, compress=True),
+        separated("adam_frozen_compressed", "adamw", 8e-3, freeze=True, compress=True),
+        separated("lamb_frozen_dense", "lamb", 1e-2, freeze=True, compress=False, lamb=True),
+        separated("lamb_frozen_ratio", "lamb", 1e-2, freeze=False, compress=False, lamb=True, ratio="frozen"),
+        separated("lamb_learning_compressed", "lamb", 1e-2, freeze=False, compress=True, lamb=True),
+        separated("lamb_frozen_compressed", "lamb", 1e-2, freeze=True, compress=True, lamb=True),
+    ]
+    return {rule.name: rule for rule in rules}
+
+
+RULES = _rules()
+
+
+# ----- one run --------------------------------------------------------------------------------------------------------
+
+
+def run_one(task_name: str, rule_name: str, lr: float, seed: int) -> dict[str, Any]:
+    """Trains once; see ``RUNS`` for what is kept: validation loss, training losses, bytes per parameter and step, or the error."""
+    torch.set_num_threads(1)
+    task, rule = TASKS[task_name], RULES[rule_name]
+    began = time.perf_counter()
+    row: dict[str, Any] = {"task": task_name, "rule": rule_name, "lr": lr, "seed": seed}
+    try:
+        row |= {"dense": _run_dense, "stacked": _run_stacked, "library": _run_library}[rule.family](
+            task, rule, lr, seed
+        )
+    except Exception as error:  # a rule that diverges may raise; that is a result
+        row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+    return row | {"seconds": round(time.perf_counter() - began)}
+
+
+def _result(losses: Sequence[float], validation: float, nbytes: float) -> dict[str, Any]:
+    width = max(1, len(losses) // 20)
+    curve = [round(statistics.fmean(losses[k : k + width]), 4) for k in range(0, len(losses), width)]
+    worst = round(max(losses[len(losses) // 10 :]), 3)
+    return {"loss": round(validation, 5), "worst": worst, "curve": curve, "bytes": round(nbytes, 4)}
+
+
+def _run_dense(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
+    train, validation = corpus(task.vocabulary)
+    model = GPT(task, seed)
+    optimizer = rule.make(list(model.parameters()), lr, task)
+    losses = []
+    for step in range(1, task.steps + 1):
+        optimizer.param_groups[0]["lr"] = task.lr(lr, step)
+        rows = torch.cat([batch(task, train, seed, step, rank) for rank in range(task.workers)])
+        optimizer.zero_grad()
+        loss = model(rows)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return _result(losses, validation_loss(task, model, validation), 8 * (task.workers - 1) / task.workers)
+
+
+def _run_stacked(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
+    train, validation = corpus(task.vocabulary)
+    model = GPT(task, seed)
+    params = list(model.parameters())
+    optimizer = rule.make(params, lr, task)
+    losses = []
+    for step in range(1, task.steps + 1):
+        optimizer.param_groups[0]["lr"] = task.lr(lr, step)
+        grads, total = [], 0.0
+        for rank in range(task.workers):
+            loss = model(batch(task, train, seed, step, rank))
+            grads.append(torch.autograd.grad(loss, params))
+            total += loss.item() / task.workers
+        optimizer.step_on([torch.stack(row) for row in zip(*grads, strict=True)])
+        losses.append(total)
+    return _result(losses, validation_loss(task, model, validation), math.nan)
+
+
+def _run_library(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
+    train, validation = corpus(task.vocabulary)
+    turn = threading.Lock()  # one core: models that take turns are faster than models that share it
+
+    def worker(group: Any) -> dict[str, Any] | None:
+        model = GPT(task, seed)
+        optimizer = rule.make(list(model.parameters()), lr, task, group)
+        losses = torch.zeros(task.steps)
+        for step in range(1, task.steps + 1):
+            optimizer.param_groups[0]["lr"] = task.lr(lr, step)
+            rows = batch(task, train, seed, step, group.rank)
+            with turn:
+                optimizer.zero_grad()
+                loss = model(rows)
+                loss.backward()
+            losses[step - 1] = loss.detach()
+            optimizer.step()
+        optimizer.synchronise()
+        group.all_reduce(losses).wait()
+        if group.rank:
+            return None
+        sent = optimizer.ledger.total.bytes_sent / task.steps / sum(p.numel() for p in model.parameters())
+        with turn:
+            return _result((losses / task.workers).tolist(), validation_loss(task, model, validation), sent)
+
+    found = SimulatedWorld(task.workers, timeout=600.0).run(worker)[0]
+    assert found is not None
+    return found
+
+
+# ----- the study ------------------------------------------------------------------------------------------------------
+
+
+def read_runs() -> list[dict[str, Any]]:
+    """The runs there are."""
+    if not RUNS.exists():
+        return []
+    return [json.loads(line) for line in RUNS.read_text().splitlines() if line]
+
+
+def loss_of(run: Mapping[str, Any]) -> float:
+    """Validation loss; infinite where the run ended in an error or diverged."""
+    loss = run.get("loss", math.inf)
+    return loss if math.isfinite(loss) else math.inf
+
+
+def search(runs: Iterable[Mapping[str, Any]], rule: Rule) -> tuple[float, bool]:
+    """The learning rate to run next with seed 0, or the best one; and whether it is bracketed (then nothing is left to search)."""
+    found = {run["lr"]: loss_of(run) for run in runs if run["rule"] == rule.name and run["seed"] == SEARCH_SEED}
+    if not found:
+        return rule.lr, False
+    best = min(found, key=lambda lr: (found[lr], lr))
+    for lr in (best / 2, best * 2):
+        if lr not in found:
+            return lr, False
+    return best, True
+
+
+def wanted(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
+    """``(lr, seed)`` of the runs of a rule that can be made now; empty: it is complete."""
+    own = [run for run in runs if run["task"] == task and run["rule"] == rule.name]
+    lr, bracketed = search(own, rule)
+    if not bracketed:
+        return [(lr, SEARCH_SEED)]
+    done = {run["seed"] for run in own if run["lr"] == lr}
+    return [(lr, seed) for seed in SEEDS if seed not in done]
+
+
+def study(task: str, only: str, minutes: float | None, jobs: int) -> None:
+    """Runs what is missing of a task, as many runs at once as ``jobs``; a line of progress for each."""
+    corpus(TASKS[task].vocabulary)  # made once, not by every process
+    rules = [rule for rule in RULES.values() if re.search(only, rule.name) and (not rule.tasks or task in rule.tasks)]
+    began, running = time.monotonic(), dict[Future[dict[str, Any]], tuple[str, float, int]]()
+    with ProcessPoolExecutor(jobs, mp.get_context("spawn")) as pool:
+        while True:
+            runs, claimed = read_runs(), set(running.values())
+            late = minutes is not None and time.monotonic() - began > 60 * minutes
+            todo = [
+                (rule.name, lr, seed)
+                for rule in rules
+                for lr, seed in wanted(task, rule, runs)
+                if (rule.name, lr, seed) not in claimed
+            ]
+            for spec in todo[: 0 if late else jobs - len(running)]:
+                running[pool.submit(run_one, task, *spec)] = spec
+            if not running:
+                break
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                del running[future]
+                row = future.result()
+                RUNS.parent.mkdir(parents=True, exist_ok=True)
+                with RUNS.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+                outcome = row.get("error") or f"loss {row['loss']:.4f}, worst {row['worst']:.2f}"
+                elapsed = (time.monotonic() - began) / 60
+                print(
+                    f"{elapsed:6.1f} min  {task} {row['rule']:32} lr {row['lr']:<8g} seed {row['seed']}  {outcome} "
+                    f"({row['seconds']} s; {len(todo)} or more to go)",
+                    flush=True,
+                )
+
+
+# ----- the tables -----------------------------------------------------------------------------------------------------
+
+
+def _mean(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def summary(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """One row per task and rule that is complete: loss, gap to its twin and gain over the default rule, in per cent, seed by seed."""
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    rows = []
+    for task in TASKS:
+        for rule in RULES.values():
+            own = [run for run in runs if run["task"] == task and run["rule"] == rule.name]
+            lr, bracketed = search(own, rule)
+            at_best = {run["seed"]: loss_of(run) for run in own if run["lr"] == lr and run["seed"] in SEEDS}
+            if not bracketed or len(at_best) < len(SEEDS):
+                continue
+            losses[task, rule.name] = at_best
+            used = [run for run in own if run["lr"] == lr and run["seed"] in SEEDS and "loss" in run]
+            row: dict[str, Any] = {"task": task, "rule": rule.name, "lr": lr, "loss": _mean(list(at_best.values()))}
+            row["worst"] = max((run["worst"] for run in used), default=math.inf)
+            row["bytes"] = statistics.fmean(run["bytes"] for run in used) if used else math.nan
+            default = next(
+                (name for name in ("onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm") if name in rule.name), ""
+            )
+            for key, other in (("gap", rule.twin), ("against_default", default if default != rule.name else "")):
+                if (reference := losses.get((task, other))) is not None:
+                    row[key] = _mean([100 * (at_best[s] / reference[s] - 1) for s in SEEDS])
+            rows.append(row)
+    return rows
+
+
+def table(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Prints a table per task and writes ``SUMMARY``."""
+    rows = summary(runs)
+    for task in TASKS:
+        own = [row for row in rows if row["task"] == task]
+        if not own:
+            continue
+        print(f"\n{task}: {TASKS[task]}\n")
+        print(
+            f"{'rule':32} {'lr':>8} {'loss':>7} {'+-':>6} {'gap %':>14} {'to default %':>14} {'worst':>6} {'B/param':>7}"
+        )
+        for row in own:
+            gap, default = (
+                f"{row[key][0]:+.2f} +- {row[key][1]:.2f}" if key in row else "" for key in ("gap", "against_default")
+            )
+            print(
+                f"{row['rule']:32} {row['lr']:8.2g} {row['loss'][0]:7.4f} {row['loss'][1]:6.4f} {gap:>14} {default:>14} "
+                f"{row['worst']:6.2f} {row['bytes']:7.3f}"
+            )
+    SUMMARY.write_text(json.dumps({"tasks": {n: vars(t) for n, t in TASKS.items()}, "rows": rows}, indent=1) + "\n")
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run what is missing of a task")
+    run.add_argument("--task", choices=TASKS, default="T1")
+    run.add_argument("--only", default=".", help="regular expression: rules to run")
+    run.add_argument("--minutes", type=float, help="begin no run after so long")
+    run.add_argument("--jobs", type=int, default=2, help="runs at once")
+    commands.add_parser("table", help="print the tables and write the summary")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        study(arguments.task, arguments.only, arguments.minutes, arguments.jobs)
+    table(read_runs())
+
+
+if __name__ == "__main__":
+    main()
