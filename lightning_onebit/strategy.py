@@ -338,8 +338,8 @@ class OnebitMixin(_Base):
         self._strict_residuals = strict_residuals
         self._loaded_from: str | None = None
         self._good = GoodCheckpoints()
-        # what signals have asked for that came within an optimizer's step
-        self._waiting: list[Callable[[], None]] = []
+        # holds on signals that steps of this batch have begun
+        self._waiting: list[signals_held] = []
         # by path: ids of the checkpoints that an asynchronous plugin was given, oldest first
         self._in_flight: dict[str, list[str]] = {}
         self._unscale: _LockstepUnscale | None = None
@@ -793,10 +793,10 @@ class OnebitMixin(_Base):
             self._show_consensus()
         return result
 
-    def _handle_signals(self) -> None:
-        """Handles what came within a step: between two batches Lightning's own counters agree with the optimizers'."""
+    def _handle_signals(self, *, ended: bool = False) -> None:
+        """Handles what came since the last step began: between two batches Lightning's own counters and schedules agree with it."""
         while self._waiting:
-            self._waiting.pop(0)()
+            self._waiting.pop(0).release(ended=ended)
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Lightning's; handles signals that came within the last step."""
@@ -1034,8 +1034,9 @@ class OnebitMixin(_Base):
         return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, name)
 
     def on_exception(self, exception: BaseException) -> None:
-        """Lightning's; says what replaces the wrapper of DDP, which a module that is not wrapped does not have."""
+        """Lightning's; lets signals through again, and says what replaces the wrapper of DDP, which a module here does not have."""
         super().on_exception(exception)
+        self._handle_signals(ended=True)
         explain_missing_wrapper(exception, self.lightning_module)
 
     # ----- ending -----------------------------------------------------------------------------------------------------

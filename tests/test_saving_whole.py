@@ -90,7 +90,10 @@ def test_after_a_step_that_is_not_finite_no_weights_are_saved_and_the_last_good_
 
 
 @pytest.mark.skipif(not saves_on_exception, reason="ModelCheckpoint cannot save on an exception in this Lightning")
-def test_ctrl_c_within_a_step_is_handled_between_two_batches_whose_file_counts_that_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["within the step", "before its schedule goes on"])
+def test_ctrl_c_within_a_step_is_handled_between_two_batches_whose_file_counts_that_step(
+    tmp_path: Path, where: str
+) -> None:
     pl = enter(0)
     for name in ("LOCAL_RANK", "MASTER_PORT"):
         os.environ.pop(name)
@@ -98,9 +101,11 @@ def test_ctrl_c_within_a_step_is_handled_between_two_batches_whose_file_counts_t
 
     class Interrupt(pl.Callback):  # type: ignore[name-defined, misc]
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
-            if trainer.global_step == 4:
-                at_apply = optimizer._apply
-                optimizer._apply = lambda *args: (signal.raise_signal(signal.SIGINT), at_apply(*args))
+            if trainer.global_step != 4:
+                return
+            place, name = (optimizer, "_apply") if where == "within the step" else (module, "lr_scheduler_step")
+            call = getattr(place, name)
+            setattr(place, name, lambda *args, **more: (signal.raise_signal(signal.SIGINT), call(*args, **more)))
 
     strategy = strategy_class()("onebit_adam", freeze_step=2, block_size=32, force_compression=True)
     module = make_module(pl, configure, plain_net, training_step=training_step, validation_step=None)
@@ -115,6 +120,7 @@ def test_ctrl_c_within_a_step_is_handled_between_two_batches_whose_file_counts_t
         signal.signal(signal.SIGINT, handler)
     loaded = torch.load(tmp_path / "step=5.ckpt", weights_only=True)
     assert loaded["global_step"] == loaded["optimizer_states"][0]["onebit"]["steps"] == 5
+    assert loaded["lr_schedulers"][0]["last_epoch"] == 5
 
 
 def test_fabric_saves_neither_a_torn_optimizer_nor_its_model(tmp_path: Path) -> None:

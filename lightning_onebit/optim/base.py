@@ -103,8 +103,8 @@ class OnebitOptimizer(StatefulOptimizer):
         self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
     ) -> None:
         super().__init__(params, defaults, options, settings or {})
-        # given what signals ask for that come within a step (a strategy's, which handles them between two batches)
-        self._later: Callable[[Callable[[], None]], None] | None = None
+        # given the hold on signals that a step begins (by a strategy, which ends it between two batches)
+        self._later: Callable[[signals_held], None] | None = None
         # facts of the running step
         self._present: list[bool] | None = None
         self._verdict: Control | None = None

@@ -6,7 +6,7 @@ import contextlib
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import FrameType, TracebackType
 from typing import Any, TypeAlias
 
@@ -52,11 +52,11 @@ class signals_held:
     In other threads than the main one, which handles no signals, it does nothing.
 
     Args:
-        later: is given the handling of each signal that has waited, to be called where its caller is between two steps (None: it is
-            handled at the end of the context, as it is when the context ends in an exception).
+        later: is given this object where the context ends without an exception, and has to ``release()`` it where its caller is between
+            two steps; signals but SIGTERM wait until then (None: until the end of the context).
     """
 
-    def __init__(self, later: Callable[[Callable[[], None]], None] | None = None) -> None:
+    def __init__(self, later: Callable[[signals_held], None] | None = None) -> None:
         self._later = later
         self._held: list[tuple[int, _Held]] = []
 
@@ -78,29 +78,32 @@ class signals_held:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        waiting = self._restore()
-        for number, held in waiting:
-            handle = _handling(number, held)
-            if self._later is not None and kind is None:
-                self._later(handle)
-            else:
-                handle()
+        if self._later is None or kind is not None:
+            self.release()
+        elif self._held:
+            self._later(self)
+            self.release({signal.SIGTERM})  # whose handler in Lightning sets a flag, which is looked at between two batches
 
-    def _restore(self) -> list[tuple[int, _Held]]:
+    def release(self, numbers: Collection[int] | None = None, *, ended: bool = False) -> None:
+        """Puts handlers back, and handles the signals that have waited.
+
+        Args:
+            numbers: of the signals (None: all).
+            ended: the run is being ended by an exception, so a Ctrl-C has nothing left to do.
+        """
+        for number, held in self._restore(numbers):
+            frame, held.frame = held.frame, None
+            if not (ended and number == signal.SIGINT):
+                held.handler(number, frame)
+
+    def _restore(self, numbers: Collection[int] | None = None) -> list[tuple[int, _Held]]:
         """Puts handlers back, SIGINT's last; returns what has waited."""
-        held, self._held = self._held[::-1], []
+        held = [pair for pair in reversed(self._held) if numbers is None or pair[0] in numbers]
+        self._held = [pair for pair in self._held if pair not in held]
         for number, stand_in in held:
             if _raw.getsignal(number) is stand_in:  # a handler may have put another in its place
                 _raw.signal(number, stand_in.handler)
         return [(number, stand_in) for number, stand_in in held if stand_in.waits]
-
-
-def _handling(number: int, held: _Held) -> Callable[[], None]:
-    def handle() -> None:
-        frame, held.frame = held.frame, None
-        held.handler(number, frame)
-
-    return handle
 
 
 class Wholeness:
