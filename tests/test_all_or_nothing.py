@@ -164,7 +164,7 @@ def break_somewhere(seed: int) -> str:
         return "nothing to break"
     number = draws.randrange(counts[at])
     try:
-        SimulatedWorld(2, timeout=30).run(run, case, how, at, number)
+        SimulatedWorld(2, timeout=10).run(run, case, how, at, number)
     except Found as found:
         steps, state = found.args
         if isinstance(state, str):
