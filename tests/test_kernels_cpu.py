@@ -716,13 +716,13 @@ class Cache:
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.patch, self.folder, self.compiler = patch, folder / "cache", folder / "cxx"
         self.library = cpu.build()
-        self.says("", f'cp {self.library} "$out"')
+        self.says("", f'cp {self.library} "$made"')
         patch.setenv("CXX", str(self.compiler))
         patch.setenv("LIGHTNING_ONEBIT_CACHE", str(self.folder))
 
     def says(self, version: str, otherwise: str) -> None:
-        """What the compiler does when asked for its version, and when asked to write ``$out``."""
-        find = 'while [ "$1" != -o ]; do shift; done; out=$2'
+        """What the compiler does when asked for its version, and when asked to write ``$made``."""
+        find = 'while [ "$1" != -o ]; do shift; done; made=$2'
         self.compiler.write_text(
             f'#!/bin/sh\n[ "$1" = --version ] && {{ {version or ":"}; exit; }}\n{find}\n{otherwise}\n'
         )
@@ -802,8 +802,8 @@ def test_a_library_of_another_owner_is_not_loaded_although_its_folder_is_closed_
         ("", "exit 3", "exit status 3"),
         ("", "kill -9 $$", "ended by SIGKILL"),
         ("", ":", "made no library that can be loaded"),
-        ("", 'rm -f "$out"', "made no library that can be loaded"),
-        ("", 'head -c 100 /dev/zero > "$out"', "made no library that can be loaded"),
+        ("", 'rm -f "$made"', "made no library that can be loaded"),
+        ("", 'head -c 100 /dev/zero > "$made"', "made no library that can be loaded"),
         ("printf '\\377'; exit 1", "", "does not run"),
         ("kill -9 $$", "", "ended by SIGKILL"),
     ],
@@ -841,7 +841,7 @@ def test_a_cxx_that_is_no_command_is_named_and_auto_goes_on(
 
 
 def test_a_compiler_whose_name_and_version_are_no_utf8_is_used(cache: Cache) -> None:
-    cache.says("printf '\\377'", f'cp {cache.library} "$out"')
+    cache.says("printf '\\377'", f'cp {cache.library} "$made"')
     odd = cache.compiler.rename(cache.compiler.with_name("c\udcff"))
     cache.patch.setenv("CXX", str(odd))
     assert cache.load() == "cpu"
