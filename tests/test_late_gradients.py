@@ -426,6 +426,8 @@ def test_a_compressed_tensor_whose_state_is_reset_starts_over_by_dense_steps(rul
         other.optimizer.synchronise()
         start, kept = run.late.detach().clone(), []
         assert "exp_avg" not in run.optimizer.state[run.late] and len(run.lessons) == 1
+        held = run.optimizer._momentum_flat()
+        assert held.any() and not run.optimizer._part(held, run.optimizer._slot_of[LATE]).any()
         goes_on = run.resumed()
         for _ in range(12):
             for one in (run, other, goes_on):

@@ -132,7 +132,6 @@ class LateParameters(AdamMoments):
             slot = self._slot_of[i]
             self._part(self._flat["r"], slot).zero_()
             self._clear_momentum(slot)
-            self._clear_residuals(slot)
         self._cold -= set(indices)
         self._begin_late(indices, "starts over by reset_state()")
         self._lookups = Lookups()
@@ -171,7 +170,7 @@ class LateParameters(AdamMoments):
     def _take_in(self, index: int, state: dict[str, Tensor]) -> None:
         """Puts what a late parameter has learned into the arenas: its denominators, and its momentum as it travels."""
         slot, m, v = self._slot_of[index], memory_order(state["m"]), memory_order(state["v"])
-        self._clear_residuals(slot)  # (in a state of an earlier release they hold noise)
+        self._clear_residuals(slot)  # (one that has started over still has what was held back before)
         if "v" in self._flat:
             self._part(self._flat["v"], slot).copy_(v)
         self._invert_part(slot, v, self._part(self._flat["r"], slot))
