@@ -67,6 +67,7 @@ class Task:
         vocabulary: byte-pair tokens; 256: bytes.
         width: of the residual stream.
         layers: transformer layers.
+        like: the task whose dense runs and learning rates count here too: it sees the same data, shared out among other workers.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Task:
     vocabulary: int
     width: int
     layers: int
+    like: str = ""
 
     def lr(self, peak: float, step: int) -> float:
         """Learning rate of step 1, 2, ..."""
@@ -93,8 +95,8 @@ TASKS = {
     for task in (
         Task("T1", 4, 8, 64, 1000, 200, 200, 4096, 128, 2),
         Task("T1short", 4, 8, 64, 1000, 50, 100, 4096, 128, 2),
-        Task("T2", 16, 2, 64, 1000, 200, 200, 4096, 128, 2),
-        Task("T2short", 16, 2, 64, 1000, 50, 100, 4096, 128, 2),
+        Task("T2", 16, 2, 64, 1000, 200, 200, 4096, 128, 2, "T1"),
+        Task("T2short", 16, 2, 64, 1000, 50, 100, 4096, 128, 2, "T1short"),
         Task("T3", 4, 4, 128, 600, 60, 120, 256, 256, 4),
     )
 }
@@ -186,11 +188,22 @@ def _tokenize(vocabulary: int, path: Path) -> None:
     os.replace(temporary, path)
 
 
-def batch(task: Task, tokens: Tensor, seed: int, step: int, rank: int) -> Tensor:
-    """The windows of one worker in a step: int64 ``(rows, context + 1)``."""
-    draws = torch.Generator().manual_seed((seed * 10**6 + step) * 64 + rank)
-    starts = torch.randint(len(tokens) - task.context - 1, (task.rows, 1), generator=draws)
+def batch(task: Task, tokens: Tensor, seed: int, step: int) -> Tensor:
+    """The windows of a step, those of a worker together: int64 ``(workers * rows, context + 1)``."""
+    draws = torch.Generator().manual_seed(seed * 10**6 + step)
+    starts = torch.randint(len(tokens) - task.context - 1, (task.workers * task.rows, 1), generator=draws)
     return tokens[starts + torch.arange(task.context + 1)]
+
+
+def backward(model: nn.Module, rows: Tensor, parts: int = 1) -> Tensor:
+    """Gradients of the mean loss, matrix products in bf16, a part of the rows at a time; returns that loss, 0-d."""
+    total = torch.zeros(())
+    for part in rows.chunk(parts):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(part) / parts
+        loss.backward()
+        total += loss.detach()
+    return total
 
 
 @torch.no_grad()
@@ -217,6 +230,7 @@ class Rule:
         make: makes the optimizer: from ``(parameters, lr, task, **more)``.
         lr: where the search for the best learning rate begins.
         twin: the rule that it is compared with.
+        like: the rule whose best learning rate is used; empty: its own.
         tasks: those it is run on; empty: all.
     """
 
@@ -225,6 +239,7 @@ class Rule:
     make: Callable[..., Any]
     lr: float
     twin: str = ""
+    like: str = ""
     tasks: tuple[str, ...] = field(default=())
 
 
@@ -259,7 +274,12 @@ class Separated(torch.optim.Optimizer):
         lr: learning rate.
         task: gives the workers and the step of the freeze.
         freeze: the second moment stops at the freeze, and its denominators get the library's floor.
-        compress: from the freeze on the momentum divided by its denominators is exchanged as one bit with error feedback.
+        compress: from the freeze on the momentum is exchanged as one bit with error feedback.
+        preconditioned: what is compressed is the momentum divided by its denominators.
+        refresh: after the freeze the second moment learns in single dense steps, whenever the steps since the last are ``1 / refresh``
+            of all steps so far; 0: never.
+        window: a refresh stands for the steps since the last one, but never weighs more than ``1 / window`` in the second moment.
+        floor: of denominators, in units of the root of their tensor's mean second moment.
         lamb: trust ratios of LAMB.
         ratio: ``"own"``: of the step that is made; ``"frozen"``: their average, which stays as it is from the freeze on.
         betas: decays of the moments.
@@ -273,49 +293,64 @@ class Separated(torch.optim.Optimizer):
         *,
         freeze: bool,
         compress: bool,
+        preconditioned: bool = True,
+        refresh: int = 0,
+        window: int = 1,
+        floor: float = 0.1,
         lamb: bool = False,
         ratio: str = "own",
         betas: tuple[float, float] = BETAS,
     ) -> None:
         super().__init__(params, {"lr": lr})
-        self.task, self.freeze, self.compress, self.lamb, self.ratio, self.betas = (
-            task,
-            freeze,
-            compress,
-            lamb,
-            ratio,
+        self.task, self.freeze, self.compress, self.lamb, self.ratio = task, freeze, compress, lamb, ratio
+        self.preconditioned, self.refresh, self.window, self.floor, self.betas = (
+            preconditioned,
+            refresh,
+            window,
+            floor,
             betas,
         )
-        self.t = 0
+        self.t, self.last, self.dense = 0, 0, 0
 
     @torch.no_grad()
     def step_on(self, rows: Sequence[Tensor]) -> None:
         """One step; ``rows[k]`` is ``(workers, *shape)`` for parameter k."""
         self.t += 1
         frozen = self.t > self.task.warm_up
+        learns = not frozen or (self.refresh > 0 and (self.t - self.last) * self.refresh >= self.t)
         for p, g in zip(self.param_groups[0]["params"], rows, strict=True):
-            self._step(p, g, frozen, self.param_groups[0]["lr"])
+            self._step(p, g, frozen, learns, self.param_groups[0]["lr"])
+        if learns:
+            self.last = self.t
+            self.dense += 1
 
-    def _step(self, p: Tensor, g: Tensor, frozen: bool, lr: float) -> None:
+    def bytes_sent(self, task: Task) -> float:
+        """Bytes per parameter that a rank has sent."""
+        one_bit = self.t - self.dense if self.compress else 0
+        return (8.0 * (self.t - one_bit) + 2.0 * one_bit * (1 / 8 + 4 / BLOCK)) * (task.workers - 1) / task.workers
+
+    def _step(self, p: Tensor, g: Tensor, frozen: bool, learns: bool, lr: float) -> None:
         (b1, b2), state, mean = self.betas, self.state[p], g.mean(0)
         if not state:
-            state |= {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "k": 0, "ratio": 1.0}
-        if not (frozen and self.freeze):
-            state["v"].lerp_(mean * mean, 1 - b2)
-            state["k"] += 1
-        vhat = state["v"] / (1 - b2 ** state["k"])
+            state |= {"m": torch.zeros_like(p), "v": torch.zeros_like(p), "old": 1.0, "ratio": 1.0}
+        if learns or not self.freeze:
+            kept = b2 ** (self.t - self.last) if self.freeze and frozen else b2
+            if frozen and self.freeze:
+                kept = max(kept, 1 - 1 / self.window)
+            state["v"].mul_(kept).addcmul_(mean, mean, value=1 - kept)
+            state["old"] *= kept
+        vhat = state["v"] / (1 - state["old"])
         if frozen and (self.freeze or self.compress) and bool((vhat > 0).any()):
             w = vhat[vhat > 0].mean()
-            vhat = torch.where(vhat == 0, w, vhat.clamp(min=0.01 * w))
+            vhat = torch.where(vhat == 0, w, vhat.clamp(min=self.floor**2 * w))
         r = 1 / (vhat.sqrt() + 1e-8)
-        if frozen and self.compress:
-            sent = state["m"] * r * b1 + (1 - b1) * g * r
-            u = self._exchange(state, sent)
-            state["m"] = u / r
+        if frozen and self.compress and not (learns and self.freeze):
+            unit = r if self.preconditioned else torch.ones_like(r)
+            received = self._exchange(state, state["m"] * unit * b1 + (1 - b1) * g * unit)
+            state["m"] = received / unit
         else:
             state["m"].lerp_(mean, 1 - b1)
-            u = state["m"] * r
-        u = u / (1 - b1**self.t)
+        u = state["m"] * r / (1 - b1**self.t)
         if self.lamb:
             if not (frozen and self.ratio == "frozen"):
                 x_norm, u_norm = p.norm(), u.norm()
@@ -376,26 +411,32 @@ def _rules() -> dict[str, Rule]:
     binsgdm_published = {"server": "random", "draws": "independent", "magnitude_beta": 0.7, "denominator_floor": 0.0}
     local = {"local_step_scaler": lambda task: task.steps // 20, "local_step_clipper": 4}
 
+    def like(name: str, default: str) -> str:
+        return "" if name == default else default
+
     def adam(name: str, **options: Any) -> Rule:
         made = _library(ob.OnebitAdam, freeze_step=warm_up, **options)
-        return Rule(name, "library", made, 8e-3, "adamw95" if name.endswith("95") else "adamw")
+        return Rule(name, "library", made, 4e-3, "adamw95" if name.endswith("95") else "adamw", like(name, "onebit_adam"))
 
     def lamb(name: str, **options: Any) -> Rule:
-        return Rule(name, "library", _library(ob.OnebitLamb, freeze_step=warm_up, **options), 1e-2, "lamb")
+        return Rule(name, "library", _library(ob.OnebitLamb, freeze_step=warm_up, **options), 1e-2, "lamb", like(name, "onebit_lamb"))
 
     def zero_one(name: str, **options: Any) -> Rule:
         made = _library(ob.ZeroOneAdam, var_freeze_step=half, **options)
-        return Rule(name, "library", made, 8e-3, "adamw95" if name.endswith("95") else "adamw")
+        twin = "adamw95" if name.endswith("95") else "adamw"
+        return Rule(name, "library", made, 4e-3, twin, like(name, "zero_one_adam"))
 
     def binsgdm(name: str, **options: Any) -> Rule:
-        return Rule(name, "library", _library(ob.BinSGDM, **options), 2e-3, "sign")
+        return Rule(name, "library", _library(ob.BinSGDM, **options), 1e-3, "sign", like(name, "binsgdm"))
 
     def separated(name: str, twin: str, lr: float, **options: Any) -> Rule:
-        return Rule(name, "stacked", lambda p, lr, task: Separated(p, lr, task, **options), lr, twin)
+        return Rule(name, "stacked", lambda p, lr, task: Separated(p, lr, task, **options), lr, twin, twin)
+
+    both: dict[str, Any] = {"freeze": True, "compress": True}
 
     rules = [
-        Rule("adamw", "dense", _dense_adam(BETAS), 8e-3),
-        Rule("adamw95", "dense", _dense_adam(BETAS95), 8e-3),
+        Rule("adamw", "dense", _dense_adam(BETAS), 4e-3),
+        Rule("adamw95", "dense", _dense_adam(BETAS95), 4e-3),
         Rule("lamb", "dense", lambda p, lr, task: ob.OnebitLamb(p, lr=lr), 1e-2),
         Rule("sign", "dense", lambda p, lr, task: SignDescent(p, lr, lion=False), 1e-3),
         Rule("lion", "dense", lambda p, lr, task: SignDescent(p, lr, lion=True), 1e-3),
@@ -442,6 +483,13 @@ def _rules() -> dict[str, Rule]:
         separated("lamb_frozen_ratio", "lamb", 1e-2, freeze=False, compress=False, lamb=True, ratio="frozen"),
         separated("lamb_learning_compressed", "lamb", 1e-2, freeze=False, compress=True, lamb=True),
         separated("lamb_frozen_compressed", "lamb", 1e-2, freeze=True, compress=True, lamb=True),
+        separated("adam_refreshed_16", "adamw", 8e-3, **both, refresh=16),
+        separated("adam_refreshed_16_dense", "adamw", 8e-3, freeze=True, compress=False, refresh=16),
+        separated("adam_refreshed_16_plain", "adamw", 8e-3, **both, refresh=16, preconditioned=False),
+        separated("adam_refreshed_16_window_8_95", "adamw95", 8e-3, **both, refresh=16, window=8, betas=BETAS95),
+        separated("adam_refreshed_16_95", "adamw95", 8e-3, **both, refresh=16, betas=BETAS95),
+        separated("lamb_refreshed_16", "lamb", 1e-2, **both, refresh=16, lamb=True),
+        separated("lamb_refreshed_16_dense", "lamb", 1e-2, freeze=True, compress=False, refresh=16, lamb=True),
     ]
     return {rule.name: rule for rule in rules}
 
@@ -481,12 +529,9 @@ def _run_dense(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
     losses = []
     for step in range(1, task.steps + 1):
         optimizer.param_groups[0]["lr"] = task.lr(lr, step)
-        rows = torch.cat([batch(task, train, seed, step, rank) for rank in range(task.workers)])
         optimizer.zero_grad()
-        loss = model(rows)
-        loss.backward()
+        losses.append(backward(model, batch(task, train, seed, step), task.workers * task.rows // 8).item())
         optimizer.step()
-        losses.append(loss.item())
     return _result(losses, validation_loss(task, model, validation), 8 * (task.workers - 1) / task.workers)
 
 
@@ -499,13 +544,13 @@ def _run_stacked(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]
     for step in range(1, task.steps + 1):
         optimizer.param_groups[0]["lr"] = task.lr(lr, step)
         grads, total = [], 0.0
-        for rank in range(task.workers):
-            loss = model(batch(task, train, seed, step, rank))
-            grads.append(torch.autograd.grad(loss, params))
-            total += loss.item() / task.workers
+        for rows in batch(task, train, seed, step).chunk(task.workers):
+            optimizer.zero_grad()
+            total += backward(model, rows).item() / task.workers
+            grads.append([p.grad for p in params])
         optimizer.step_on([torch.stack(row) for row in zip(*grads, strict=True)])
         losses.append(total)
-    return _result(losses, validation_loss(task, model, validation), math.nan)
+    return _result(losses, validation_loss(task, model, validation), optimizer.bytes_sent(task) / task.steps)
 
 
 def _run_library(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
@@ -518,12 +563,10 @@ def _run_library(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]
         losses = torch.zeros(task.steps)
         for step in range(1, task.steps + 1):
             optimizer.param_groups[0]["lr"] = task.lr(lr, step)
-            rows = batch(task, train, seed, step, group.rank)
+            rows = batch(task, train, seed, step).chunk(task.workers)[group.rank]
             with turn:
                 optimizer.zero_grad()
-                loss = model(rows)
-                loss.backward()
-            losses[step - 1] = loss.detach()
+                losses[step - 1] = backward(model, rows)
             optimizer.step()
         optimizer.synchronise()
         group.all_reduce(losses).wait()
@@ -566,13 +609,20 @@ def search(runs: Iterable[Mapping[str, Any]], rule: Rule) -> tuple[float, bool]:
     return best, True
 
 
+def best_lr(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> tuple[float, bool]:
+    """``search`` in the task and for the rule whose learning rates count for this one."""
+    task, rule = TASKS[task].like or task, RULES[rule.like] if rule.like else rule
+    return search([run for run in runs if run["task"] == task], rule)
+
+
 def wanted(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
-    """``(lr, seed)`` of the runs of a rule that can be made now; empty: it is complete."""
-    own = [run for run in runs if run["task"] == task and run["rule"] == rule.name]
-    lr, bracketed = search(own, rule)
+    """``(lr, seed)`` of the runs of a rule that can be made now; empty: it is complete, or another has to be searched first."""
+    if rule.family == "dense" and TASKS[task].like:
+        return []
+    lr, bracketed = best_lr(task, rule, runs)
     if not bracketed:
-        return [(lr, SEARCH_SEED)]
-    done = {run["seed"] for run in own if run["lr"] == lr}
+        return [] if TASKS[task].like or rule.like else [(lr, SEARCH_SEED)]
+    done = {run["seed"] for run in runs if run["task"] == task and run["rule"] == rule.name and run["lr"] == lr}
     return [(lr, seed) for seed in SEEDS if seed not in done]
 
 
@@ -591,6 +641,7 @@ def study(task: str, only: str, minutes: float | None, jobs: int) -> None:
                 for lr, seed in wanted(task, rule, runs)
                 if (rule.name, lr, seed) not in claimed
             ]
+            todo.sort(key=lambda spec: spec[2])  # all rules of a seed before those of the next
             for spec in todo[: 0 if late else jobs - len(running)]:
                 running[pool.submit(run_one, task, *spec)] = spec
             if not running:
@@ -625,8 +676,9 @@ def summary(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     rows = []
     for task in TASKS:
         for rule in RULES.values():
-            own = [run for run in runs if run["task"] == task and run["rule"] == rule.name]
-            lr, bracketed = search(own, rule)
+            home = (TASKS[task].like or task) if rule.family == "dense" else task
+            own = [run for run in runs if run["task"] == home and run["rule"] == rule.name]
+            lr, bracketed = best_lr(task, rule, runs)
             at_best = {run["seed"]: loss_of(run) for run in own if run["lr"] == lr and run["seed"] in SEEDS}
             if not bracketed or len(at_best) < len(SEEDS):
                 continue
