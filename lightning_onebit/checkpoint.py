@@ -498,12 +498,9 @@ def _states_for(
     mine = [{k: v for k, v in optimizer.residual_state_dict().items() if k != "tensors"} for optimizer in optimizers]
     if stamp.world_size == mine[0]["world_size"]:
         states = _checked(read_shard(checkpoint_path, stamp, rank), len(mine))
-        if all(map(_fits, states, mine, optimizers)):
+        if all(map(_fits, states, mine)):
             return states, None
-    parts = [
-        Redistribution(own, converts=optimizer.converts_residuals)
-        for own, optimizer in zip(mine, optimizers, strict=True)
-    ]
+    parts = [Redistribution(own) for own in mine]
     nodes = 1
     for other in range(stamp.world_size):
         states = _checked(read_shard(checkpoint_path, stamp, other), len(mine))
@@ -525,9 +522,9 @@ def _states_for(
     )
 
 
-def _fits(state: dict[str, Any], own: dict[str, Any], optimizer: OnebitOptimizer) -> bool:
+def _fits(state: dict[str, Any], own: dict[str, Any]) -> bool:
     """Whether an optimizer that describes itself as ``own`` can load this state as it is."""
-    free = {"tensors": 0, "shared_weights": 0, **({"preconditioned": False} if optimizer.converts_residuals else {})}
+    free = {"tensors": 0, "shared_weights": 0}
     return {**state, **free} == {**own, **free}
 
 

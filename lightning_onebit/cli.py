@@ -21,15 +21,13 @@ _JOB_OPTIONS = (
         "params",
         "steps",
         "warmup",
-        "refresh_interval",
-        "refresh_steps",
         "gradient_bytes",
         "hidden",
         "overlap",
         "block_size",
         "bucket_mb",
     ),
-    *("var_update_scaler", "lr_warmup_steps", "local_step_scaler", "local_step_clipper", "server"),
+    *("var_update_scaler", "local_step_scaler", "local_step_clipper", "server"),
 )
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
@@ -122,12 +120,6 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         help="share of dense steps, one at least (%(default)s); 0/1 Adam: until the freeze",
     )
     model.add_argument(
-        "--refresh-interval",
-        type=_whole(1),
-        help="all but BinSGDM: steps between refreshes after the freeze (none; those that begin by themselves are not counted)",
-    )
-    model.add_argument("--refresh-steps", type=_whole(1), help="dense steps of such a refresh (4)")
-    model.add_argument(
         "--gradient-bytes",
         type=int,
         choices=(2, 4),
@@ -147,12 +139,6 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument(
         "--var-update-scaler", type=_whole(1), default=Job.var_update_scaler, help="0/1 Adam's (%(default)s)"
-    )
-    model.add_argument(
-        "--lr-warmup-steps",
-        type=_whole(0),
-        default=Job.lr_warmup_steps,
-        help="steps in which the lr rises, which make 0/1 Adam's refreshes wait (%(default)s: a constant lr)",
     )
     model.add_argument("--local-step-scaler", type=_whole(1), help="0/1 Adam's (default: a fifth of the steps)")
     model.add_argument("--local-step-clipper", type=_whole(1), default=Job.local_step_clipper, help="0/1 Adam's")

@@ -23,8 +23,7 @@ from lightning_onebit.comm import (
 )
 from lightning_onebit.optim.binsgdm import SERVERS
 from lightning_onebit.optim.options import LARGEST_BUCKET_MB, check_choice, check_integer, check_number
-from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
-from lightning_onebit.optim.refresh import REFRESH_STEPS
+from lightning_onebit.optim.policies import IntervalPolicy, VariancePolicy, replay_schedule
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 #: what one can do without this library, by the bytes of a gradient element on the wire
@@ -146,18 +145,13 @@ class Job:
         compute: seconds of a step that exchanges nothing: forward, backward and a dense optimizer step.
         steps: real steps of the run.
         warmup: share of dense steps of 1-bit Adam and 1-bit LAMB, of steps up to the variance freeze for 0/1 Adam; one step at least.
-        refresh_interval: all but BinSGDM: steps between two refreshes of the frozen variance; None: there are none (those that
-            begin by themselves depend on the gradients and cannot be counted).
-        refresh_steps: dense steps of such a refresh; None: 4.
         gradient_bytes: of a gradient element in the warm-up: 4, or 2 where parameters are 16-bit.
         hidden: share of ``compute`` behind which dense averaging hides (backward is two thirds, less its first bucket).
         overlap: ``"step"``, or ``"backward"`` where compressed buckets hide as well (1-bit Adam and 1-bit LAMB).
         block_size: elements that share a scale.
         bucket_mb: MB of fp32 gradients per bucket (by default those of an optimizer on CPUs; on CUDA devices they are larger, and fewer);
             at least a block is in one, in the exchange a block of every rank.
-        var_update_scaler: 0/1 Adam's, like the three that follow.
-        lr_warmup_steps: steps in which the run's lr rises: where it still does when 0/1 Adam's gaps would first grow, every step is a
-            refresh for four times as long, the first 256 at most.
+        var_update_scaler: 0/1 Adam's, like the two that follow.
         local_step_scaler: see ``ZeroOneAdam``; None: a fifth of ``steps``, about what the paper's 32,678 are of its 152,511.
         local_step_clipper: see ``ZeroOneAdam``.
         server: BinSGDM's.
@@ -167,15 +161,12 @@ class Job:
     compute: float
     steps: int = 100_000
     warmup: float = 0.2
-    refresh_interval: int | None = None
-    refresh_steps: int | None = None
     gradient_bytes: int = 4
     hidden: float = 0.5
     overlap: Overlap = "step"
     block_size: int = 2048
     bucket_mb: float = 16.0
     var_update_scaler: int = 16
-    lr_warmup_steps: int = 0
     local_step_scaler: int | None = None
     local_step_clipper: int = 16
     server: Server = "feedback"
@@ -200,12 +191,6 @@ class Job:
         check_number("compute", self.compute, least=0)
         _check_count("steps", self.steps, least=1, most=MOST_STEPS)
         check_number("warmup", self.warmup, least=0, most=1)
-        _check_count("refresh_interval", self.refresh_interval, least=1, optional=True)
-        _check_count("refresh_steps", self.refresh_steps, least=1, optional=True)
-        if self.refresh_steps is not None and self.refresh_interval is None:
-            raise ValueError(
-                f"refresh_steps={self.refresh_steps} takes effect with refresh_interval only; give that too"
-            )
         if self.gradient_bytes not in (2, 4):
             raise ValueError(f"gradient_bytes={self.gradient_bytes!r} is unknown; choose 4 (fp32) or 2 (fp16, bf16)")
         check_number("hidden", self.hidden, least=0, most=1)
@@ -215,7 +200,6 @@ class Job:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 32; try 2048")
         check_number("bucket_mb", self.bucket_mb, above=0, most=LARGEST_BUCKET_MB)
         _check_count("var_update_scaler", self.var_update_scaler, least=1)
-        _check_count("lr_warmup_steps", self.lr_warmup_steps, least=0)
         _check_count("local_step_scaler", self.local_step_scaler, least=1, optional=True)
         _check_count("local_step_clipper", self.local_step_clipper, least=1)
         if self.local_step_scaler is not None and self.local_step_clipper == 1:
@@ -528,37 +512,17 @@ def _rounds(job: Job, name: str) -> dict[str, float]:
         return {"dense": 0.0, "one_bit": float(job.steps), "silent": 0.0}
     # all others learn their variance in a dense step at least, however small the share
     dense = max(1, round(job.warmup * job.steps))
-    span = job.refresh_steps or REFRESH_STEPS
-    if name in ("onebit_adam", "onebit_lamb") and job.refresh_interval is not None:
-        whole, rest = divmod(job.steps - dense, job.refresh_interval + span)
-        dense += whole * span + max(0, rest - job.refresh_interval)
     if name != "zero_one_adam":
+        dense += VariancePolicy().count(dense, job.steps)
         return {"dense": float(dense), "one_bit": float(job.steps - dense), "silent": 0.0}
     scaler = job.local_step_scaler if job.local_step_scaler is not None else max(1, job.steps // 5)
-    clipper = job.local_step_clipper
-    updates = (job.var_update_scaler, job.lr_warmup_steps)
-    return dict(_replayed(job.steps, dense, updates, scaler, clipper, job.refresh_interval, span))
+    return dict(_replayed(job.steps, dense, job.var_update_scaler, scaler, job.local_step_clipper))
 
 
 @lru_cache(maxsize=64)
-def _replayed(
-    steps: int,
-    freeze: int,
-    updates: tuple[int, int],
-    local_scaler: int,
-    clipper: int,
-    interval: int | None,
-    span: int,
-) -> tuple[tuple[str, float], ...]:
-    counts = replay_schedule(
-        steps,
-        var_freeze_step=freeze,
-        var_update_scaler=updates[0],
-        lr_warmup_steps=updates[1],
-        policy=IntervalPolicy(clipper, scaler=local_scaler),
-        refresh_interval=interval,
-        refresh_steps=span,
-    )
+def _replayed(steps: int, freeze: int, scaler: int, local_scaler: int, clipper: int) -> tuple[tuple[str, float], ...]:
+    policy = IntervalPolicy(clipper, scaler=local_scaler)
+    counts = replay_schedule(steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy)
     return tuple((kind, float(count)) for kind, count in counts.items())
 
 

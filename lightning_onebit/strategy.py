@@ -136,27 +136,17 @@ class OnebitMixin(_Base):
         overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no clipping).
         residual_dtype: ``"float32"`` or ``"bfloat16"``.
         denominator_dtype: all but BinSGDM: ``"float32"`` or ``"bfloat16"``.
-        max_coeff: 1-bit LAMB, like the seven that follow: see ``OnebitLamb``.
+        max_coeff: 1-bit LAMB, like the six that follow: see ``OnebitLamb``.
         min_coeff: see ``OnebitLamb``.
         coeff_beta: see ``OnebitLamb``.
         factor_max: see ``OnebitLamb``.
         factor_min: see ``OnebitLamb``.
         factor_threshold: see ``OnebitLamb``.
         trust_ratio: see ``OnebitLamb``.
-        ratio_interval: see ``OnebitLamb``.
-        preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``). None: True for 1-bit Adam,
-            ``"auto"`` for 0/1 Adam: from the 32nd refresh of the variance or its freeze on.
-        scale_factor: all but BinSGDM: the magnitude that a block is sent with, in units of its root mean square. None: 1, for
-            1-bit LAMB 1.25; with 32 workers or more 1.5 for 1-bit Adam and 1-bit LAMB (1 by the published rules,
-            ``preconditioned=False`` and ``trust_ratio="frozen"``).
-        server_scale_factor: the same of what servers send. None: ``scale_factor``, but 1.5 for 1-bit LAMB with four workers or
-            more where neither is given (see ``OnebitLamb``).
-        refresh_interval: 1-bit Adam, 1-bit LAMB and 0/1 Adam: steps between two refreshes of the frozen variance, ``"auto"``
-            (default) or ``"never"``, see ``OnebitAdam`` and ``OnebitLamb``.
-        refresh_steps: the same: dense steps of a refresh.
-        var_freeze_step: 0/1 Adam, like the six that follow: see ``ZeroOneAdam``.
+        preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``).
+        refresh: 1-bit Adam, 1-bit LAMB and 0/1 Adam: ``"auto"`` (default) or ``"never"``, see ``OnebitAdam``.
+        var_freeze_step: 0/1 Adam, like the five that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
-        var_rise_steps: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.
         local_step_clipper: see ``ZeroOneAdam``.
         local_step_policy: see ``ZeroOneAdam``.
@@ -229,15 +219,10 @@ class OnebitMixin(_Base):
         factor_min: float | None = None,
         factor_threshold: float | None = None,
         trust_ratio: TrustRatio | None = None,
-        ratio_interval: int | None = None,
-        preconditioned: bool | Automatic | None = None,
-        scale_factor: float | None = None,
-        server_scale_factor: float | None = None,
-        refresh_interval: int | RefreshRule | None = None,
-        refresh_steps: int | None = None,
+        preconditioned: bool | None = None,
+        refresh: RefreshRule | None = None,
         var_freeze_step: int | None = None,
         var_update_scaler: int | None = None,
-        var_rise_steps: int | None = None,
         local_step_scaler: int | None = None,
         local_step_clipper: int | None = None,
         local_step_policy: LocalStepPolicy | None = None,
@@ -287,15 +272,10 @@ class OnebitMixin(_Base):
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
             "trust_ratio": trust_ratio,
-            "ratio_interval": ratio_interval,
             "preconditioned": preconditioned,
-            "scale_factor": scale_factor,
-            "server_scale_factor": server_scale_factor,
-            "refresh_interval": refresh_interval,
-            "refresh_steps": refresh_steps,
+            "refresh": refresh,
             "var_freeze_step": var_freeze_step,
             "var_update_scaler": var_update_scaler,
-            "var_rise_steps": var_rise_steps,
             "local_step_scaler": local_step_scaler,
             "local_step_clipper": local_step_clipper,
             "local_step_policy": local_step_policy,

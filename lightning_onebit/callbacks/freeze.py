@@ -179,7 +179,6 @@ class _Watch:
     planned: int | None
     offset: int
     steps: str
-    refreshed: float = 0.0  # share of the steps after the freeze that are dense (refreshes)
     learning_rate: LearningRateWatch = field(default_factory=LearningRateWatch)
     seen: int = 0
     done: bool = False
@@ -346,7 +345,7 @@ class VarianceFreezeMixin:
             # 0/1 Adam compresses most steps before its variance freezes too: what is dense follows its own policy.
             steps = "steps" if hasattr(optimizer, "variance_policy") else "dense steps"
             name = optimizer_name(index, len(optimizers), optimizer)
-            watch = _Watch(name, rule, planned, offset, steps, optimizer.refreshed_share, seen=optimizer.steps)
+            watch = _Watch(name, rule, planned, offset, steps, seen=optimizer.steps)
             if restored:
                 watch.restore(restored)
             self._watches.append(watch)
@@ -515,9 +514,9 @@ class VarianceFreezeMixin:
         if rule.latest >= planned and watch.steps == "dense steps":
             return f"{text}: no step will be compressed and nothing is saved. Freeze earlier or train longer."
         w = min(1.0, rule.latest / planned)
-        if watch.refreshed:
-            w += (1.0 - w) * watch.refreshed
-            text += f", and refreshes {watch.refreshed:.1%} of the others"
+        if refreshes := optimizer.dense_steps_after_freeze(rule.latest, planned):
+            w += refreshes / planned
+            text += f", and {refreshes:,} refreshes"
         between = " between nodes" if optimizer.topology.ranks_per_node > 1 else ""
         factor = ddp / (w * dense + (1 - w) * compressed)
         return f"{text} (w = {w:.1%}): {at_least}{factor:.1f}x less is sent{between} than by dense averaging."

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -12,10 +11,6 @@ from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.options import CommonOptions, check_flag
 from lightning_onebit.optim.refresh import CompressingAdam
-
-#: with preconditioned=True, defaults of scale_factor and server_scale_factor, from so many workers (nodes) on: in an average of many the
-#: noise of what each sends is small, but its lag is not
-SCALE_FACTORS = {1: (1.0, 1.0), 32: (1.5, 1.5)}
 
 
 class OnebitAdam(CompressingAdam):
@@ -53,14 +48,9 @@ class OnebitAdam(CompressingAdam):
             in compressed ones).
         preconditioned: compress the momentum divided by its denominators, so that every coordinate gets compression noise in
             proportion to the step it would take; False: the momentum itself, as published.
-        scale_factor: the magnitude that a block is sent with, in units of its root mean square, above 0 and at most 1.7. None: 1, as
-            published, but 1.5 where 32 workers or more (nodes, where the exchange is hierarchical) are averaged, with
-            ``preconditioned=True``. A larger one sends what lasts sooner and leaves smaller residuals (docs/algorithms).
-        server_scale_factor: the same of what servers send, the averages. None: ``scale_factor``.
-        refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
-            steps have become a tenth smaller, which they do where gradients go on shrinking after the freeze;
-            ``"never"``: they stay as they froze, as published (docs/freeze). A refresh holds 8 bytes per parameter more while it lasts.
-        refresh_steps: dense steps of a refresh, >= 1 (None: 4); between them they count for all steps since the last one.
+        refresh: ``"auto"``: after the freeze single dense steps refresh the second moments, on the schedule of 0/1 Adam: at step t
+            the gap between two of them is t/16 to t/32 steps, so that they cost ever less. ``"never"``: the second moments stay as
+            they froze, as published. A refresh holds 8 bytes per parameter more while it lasts.
         denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times the root of their
             tensor's mean second moment (of those that are not 0).
         process_group: ranks that train together; None: the default group.
@@ -106,10 +96,7 @@ class OnebitAdam(CompressingAdam):
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
         preconditioned: bool = True,
-        scale_factor: float | None = None,
-        server_scale_factor: float | None = None,
-        refresh_interval: int | RefreshRule = "auto",
-        refresh_steps: int | None = None,
+        refresh: RefreshRule = "auto",
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float | None = None,
@@ -142,16 +129,9 @@ class OnebitAdam(CompressingAdam):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
-                "scale_factor": scale_factor,
-                "server_scale_factor": server_scale_factor,
-                "refresh_interval": refresh_interval,
-                "refresh_steps": refresh_steps,
+                "refresh": refresh,
             },
         )
-
-    @property
-    def _default_scales(self) -> Mapping[int, tuple[float, float]]:
-        return SCALE_FACTORS if self.settings["preconditioned"] else super()._default_scales
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         decay = self._by_block("decay", bucket, self._decay)

@@ -151,10 +151,9 @@ class OnebitOptimizer(StatefulOptimizer):
         """Number of dense steps after which compression begins; None: by ``freeze()``."""
         return self.settings.get("freeze_step")
 
-    @property
-    def refreshed_share(self) -> float:
-        """Share of the steps after the freeze that are dense all the same, to refresh the frozen second moments (BinSGDM has none)."""
-        return 0.0
+    def dense_steps_after_freeze(self, freeze_step: int, steps: int) -> int:
+        """How many steps of a run of ``steps`` that freezes after ``freeze_step`` average gradients densely all the same."""
+        return 0
 
     @torch.inference_mode(False)  # what is laid out in a validation's hook is changed by steps to come
     @torch.no_grad()
@@ -1037,18 +1036,8 @@ class OnebitOptimizer(StatefulOptimizer):
             e=residual,
             out=out,
             r=r,
-            scale_factor=self._scale_factors()[0],
-            products=self._products_of(bucket),
         )
         return out.raw
-
-    def _products_of(self, bucket: Bucket) -> Tensor | None:
-        """Where compressing a bucket leaves sums over its blocks (see ``compress`` of the kernels), if these are wanted."""
-        return None
-
-    def _scale_factors(self) -> tuple[float, float]:
-        """The magnitudes that a worker and a server send a block with, in units of its root mean square."""
-        return 1.0, 1.0
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
@@ -1056,7 +1045,7 @@ class OnebitOptimizer(StatefulOptimizer):
         rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
         out = self._payload(bucket, 1)
         lengths, residual = self._lookups.server.get(bucket.index) or self._server_side(bucket)
-        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes, self._scale_factors()[1])
+        self._kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes)
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -12,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit._choices import Backend, Overlap, RefreshRule, StateDtype, TrustRatio, choices
-from lightning_onebit.comm import Bucket, Plan, memory_order, share_values
+from lightning_onebit.comm import Bucket, Plan, memory_order
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
-from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer, check_number
+from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
 from lightning_onebit.optim.refresh import CompressingAdam
-from lightning_onebit.optim.rules import dense_lamb_, floor_second_moment_, sum_in_order
+from lightning_onebit.optim.rules import dense_lamb_, floor_second_moment_
 
 log = logging.getLogger("lightning_onebit")
 
@@ -26,22 +25,12 @@ log = logging.getLogger("lightning_onebit")
 TRUST_RATIOS = choices(TrustRatio)
 FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 
-#: with trust_ratio="followed", defaults of scale_factor and server_scale_factor, from so many workers (nodes) on: an average of two or
-#: three lasts no longer than what one of them sends, and in one of many the noise of what each sends is small, but its lag is not
-SCALE_FACTORS = {1: (1.25, 1.25), 4: (1.25, 1.5), 32: (1.5, 1.5)}
+#: binary digits that a followed trust ratio keeps: the order in which a rank adds up squares must not show in it
+RATIO_BITS = 12
 
-#: default of ratio_interval; compressed steps after the freeze or a refresh in which gradients are measured whatever it is; and steps
-#: that the averages remember, so that a measurement counts by ratio_interval over that, or as one of those there are while they are few
-RATIO_INTERVAL, REFERENCE_STEPS, REMEMBERED_STEPS = 2, 10, 50
-
-#: factor by which gradients (their energy, in units of denominators) may grow before denominators are refreshed; that is asked after the
-#: first number of compressed steps, and again each time that the second has been made
-GROWTH, UNDISTURBED_STEPS, WATCH_EVERY = 1.3, 50, 10
-
-# Per-parameter scalars, by their names in a checkpoint, with their first values. Of the published rule: r (the last f). Of the other one:
-# number of measurements, averages of X and E, E after the first ten. Of both: c_avg, c of the next step and of the last.
-_MEASURED = {"measurements": 0.0, "signal": 0.0, "energy": 0.0, "energy_reference": 0.0}
-_SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, **_MEASURED, "coefficient": 1.0, "last_coeff": 1.0}
+# Per-parameter scalars, by their names in a checkpoint, with their first values. Of the published rule: c_avg, and r (the last f). Of both:
+# c of the next step and of the last.
+_SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, "coefficient": 1.0, "last_coeff": 1.0}
 
 
 class OnebitLamb(CompressingAdam):
@@ -55,17 +44,8 @@ class OnebitLamb(CompressingAdam):
 
         s = exchange(b1 s + (1-b1) g_i/D) ;  x -= lr * c * (shat + wd*x)           # s = m/D: steps are compressed, not momenta
 
-    where c is LAMB's own ratio, ``||x||`` over an estimate of what ``||u||`` would be without compression, which makes the exchanged
-    step longer. Compression noise is not in the product of exchanged steps and new gradients, so, with ``h_i = g_i/D``, ::
-
-        X = (1/n) sum_i <s_before, h_i> ,  E = (1/n^2) sum_i ||h_i||^2 , both averaged over time ;  S = max(X, 0)
-        ||shat||^2 = (2 b1 S + (1-b1) (E + (1-1/n) S)) / (1+b1) / (1-b1^t)^2
-        c = clip(||x|| / sqrt(||shat||^2 + (wd*||x||)^2), min_coeff, max_coeff)
-
-    measured in compressed steps 1 to 10 after the freeze or a refresh and in every ``ratio_interval``-th from there; c counts from the
-    next step on.
-    When the sum of all E has grown by a factor of 1.3, a few dense steps refresh the denominators (``refresh_interval="auto"``),
-    with c as it was.
+    where c is LAMB's own ratio of the step before, ``clip(||x|| / sqrt(||shat||^2 + (wd*||x||)^2), min_coeff, max_coeff)``: of the
+    weights that it led to, and of what was received.
 
     Compressed stage, ``trust_ratio="frozen"`` (as published; ``c_avg = coeff_beta*c_avg + (1-coeff_beta)*c if c != 1`` in the warm-up)::
 
@@ -92,18 +72,7 @@ class OnebitLamb(CompressingAdam):
         factor_threshold: how much f may change in one step, relative, >= 0.
         trust_ratio: ``"followed"``: ratios follow both norms after the freeze, as LAMB's do, and steps are compressed; ``"frozen"``: as
             published, with 4 bytes per parameter more and two passes over a compressed step.
-        ratio_interval: compressed steps from one measurement of the norms that ratios follow to the next, >= 1 (None: 2), with
-            ``trust_ratio="followed"`` only. The more often, the less noise is in the ratios; a measurement is some more arithmetic and
-            24 bytes per tensor and rank.
-        scale_factor: see ``OnebitAdam``. None: 1.25, and 1.5 where 32 workers or more (nodes, where the exchange is hierarchical) are
-            averaged; 1 with ``trust_ratio="frozen"``.
-        server_scale_factor: see ``OnebitAdam``. None: ``scale_factor``, but 1.5 where that is not given either and four workers or more
-            are averaged, with ``trust_ratio="followed"``.
-        refresh_interval: compressed steps between two refreshes of the frozen second moments, >= 1; ``"auto"``: refreshed whenever
-            local gradients in units of denominators have grown by a factor of 1.3 in energy, 50 steps after the last at the
-            earliest; ``"never"``: they stay as they froze. None: ``"auto"``, or ``"never"`` with ``trust_ratio="frozen"``, which knows
-            no refreshes. A refresh holds 8 bytes per parameter more while it lasts.
-        refresh_steps: dense steps of a refresh, >= 1 (None: 4); between them they count for all steps since the last one.
+        refresh: see ``OnebitAdam``. None: ``"auto"``, or ``"never"`` with ``trust_ratio="frozen"``, which knows no refreshes.
         bias_correction: as in ``OnebitAdam``.
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
@@ -145,11 +114,7 @@ class OnebitLamb(CompressingAdam):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: TrustRatio = "followed",
-        ratio_interval: int | None = None,
-        scale_factor: float | None = None,
-        server_scale_factor: float | None = None,
-        refresh_interval: int | RefreshRule | None = None,
-        refresh_steps: int | None = None,
+        refresh: RefreshRule | None = None,
         bias_correction: bool = True,
         block_size: int = 2048,
         max_grad_norm: float | None = None,
@@ -171,7 +136,6 @@ class OnebitLamb(CompressingAdam):
         check_number("factor_min", factor_min, least=0, most=factor_max)
         check_number("factor_threshold", factor_threshold, least=0)
         check_choice("trust_ratio", trust_ratio, TRUST_RATIOS)
-        check_integer("ratio_interval", ratio_interval, least=1, optional=True)
         published = {"coeff_beta": coeff_beta, "factor_max": factor_max, "factor_min": factor_min}
         published["factor_threshold"] = factor_threshold
         for name, value in published.items():
@@ -179,25 +143,13 @@ class OnebitLamb(CompressingAdam):
                 raise ValueError(
                     f"{name}={value} has no effect with trust_ratio={trust_ratio!r}; leave it out, or say trust_ratio='frozen'"
                 )
-        for name, chosen in (("refresh_interval", refresh_interval), ("refresh_steps", refresh_steps)):
-            if trust_ratio == "frozen" and chosen not in (None, "never"):
-                raise ValueError(
-                    f"{name}={chosen!r} has no effect with trust_ratio='frozen', whose trust ratios belong to the second moments that "
-                    "froze; leave it out"
-                )
-        if trust_ratio == "frozen" and ratio_interval is not None:
+        if trust_ratio == "frozen" and refresh not in (None, "never"):
             raise ValueError(
-                f"ratio_interval={ratio_interval} has no effect with trust_ratio='frozen', whose ratios are not measured; leave it out"
+                f"refresh={refresh!r} has no effect with trust_ratio='frozen', whose trust ratios belong to the second moments that froze; "
+                "leave it out"
             )
-        if refresh_interval is None:
-            refresh_interval = "auto" if trust_ratio == "followed" else "never"
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
-        # compressed steps since the freeze or the last refresh; whether gradients are measured in the running one, and what has been
-        # of them so far: numbers of a first block, and this rank's fp64 (blocks, 2) of E and X from there on
-        self._ratio_steps = 0
-        self._measuring = False
-        self._products: list[tuple[int, Tensor]] = []
         # by bucket, between the two passes of a step: partial norms, and the result where the momentum is kept unpacked
         self._partials: dict[int, Tensor] = {}
         self._exchanged: dict[int, Packed] = {}
@@ -227,11 +179,7 @@ class OnebitLamb(CompressingAdam):
                 "min_coeff": min_coeff,
                 **published,
                 "trust_ratio": trust_ratio,
-                "ratio_interval": ratio_interval or (RATIO_INTERVAL if trust_ratio == "followed" else None),
-                "scale_factor": scale_factor,
-                "server_scale_factor": server_scale_factor,
-                "refresh_interval": refresh_interval,
-                "refresh_steps": refresh_steps,
+                "refresh": refresh or ("auto" if trust_ratio == "followed" else "never"),
             },
         )
 
@@ -253,10 +201,6 @@ class OnebitLamb(CompressingAdam):
     @property
     def _preconditioned(self) -> bool:
         return self._follows
-
-    @property
-    def _default_scales(self) -> Mapping[int, tuple[float, float]]:
-        return SCALE_FACTORS if self._follows else super()._default_scales
 
     # ----- warm-up ----------------------------------------------------------------------------------------------------
 
@@ -294,7 +238,6 @@ class OnebitLamb(CompressingAdam):
         self._scalars["last_coeff"][index] = coeffs
         # the first compressed step has it too (one rank alone steps so after the freeze as well)
         self._scalars["coefficient"][index] = coeffs
-        self._forget(index)
 
     def _reset_some(self, params: list[Tensor]) -> None:
         super()._reset_some(params)
@@ -302,11 +245,6 @@ class OnebitLamb(CompressingAdam):
         for name, value in _SCALARS.items():
             if name in self._scalars:
                 self._scalars[name][index] = value
-
-    def _forget(self, index: Tensor) -> None:
-        """Makes the next compressed step of some parameters the first in which they are measured."""
-        for name, value in _MEASURED.items():
-            self._scalars[name].index_fill_(0, index, value)
 
     # ----- compressed stage -------------------------------------------------------------------------------------------
 
@@ -354,10 +292,9 @@ class OnebitLamb(CompressingAdam):
         super()._leave_compressed()
         self._flat.pop("fresh", None)
 
-    def _end_refresh(self) -> None:
-        super()._end_refresh()
-        self._ratio_steps = 0
-        self._forget(torch.arange(len(self._params), device=self._device))
+    def _refresh(self, members: list[int]) -> None:
+        super()._refresh(members)
+        self._follow(members)
 
     def _move(self, index: int) -> None:
         """See the base; with the trust ratio there is, whose denominators these are."""
@@ -366,15 +303,6 @@ class OnebitLamb(CompressingAdam):
         lr_t = group["lr"] * c / self._first_correction(index, ahead=1)
         x = self._weight(index).mul_(1 - group["lr"] * c * group["weight_decay"])
         x.addcmul_(self._moment("m", index), self._moment("r", index), value=-lr_t)
-
-    def _products_of(self, bucket: Bucket) -> Tensor | None:
-        """See the base; of every block of this rank's shard, its part of E and X, in steps that are measured."""
-        if not self._measuring:
-            return None
-        lo, hi = self._shard_blocks(bucket)
-        products = torch.empty((hi - lo, 2), dtype=torch.float64, device=self._device)
-        self._products.append((bucket.first_block + lo, products))
-        return products
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """See the base; a new buffer where the old momentum is still needed, to recover the averaged gradient."""
@@ -422,79 +350,32 @@ class OnebitLamb(CompressingAdam):
         return tables["followed"], tables["decay"]
 
     def _end_exchange(self) -> None:
-        """What trust ratios follow; or, by the published rule, corrects them and steps, now that all norms are complete."""
+        """Trust ratios of the next step; or, by the published rule, corrects them and steps, now that all norms are complete."""
         if self._follows:
-            index = upload([i for i in self._slots if self._active[i]], self._device, torch.int64)
+            stepped = [i for i in self._slots if self._active[i]]
+            index = upload(stepped, self._device, torch.int64)
             self._scalars["last_coeff"][index] = self._scalars["coefficient"][index]
-            self._ratio_steps += 1
-            if self._measuring and self._slots:
-                self._follow()
+            self._follow(stepped)
         elif self._partials:
             self._step_corrected()
 
-    def _follow(self) -> None:
-        """Trust ratios of the following steps, from the weights as they are now and all ranks' gradients of this step."""
-        rows = torch.zeros((self._known_plan().blocks, 2), dtype=torch.float64, device=self._device)
-        for first, products in self._products:
-            rows[first : first + len(products)] = products
-        self._products = []
-        local = self._per_slot(rows, "sum").T.contiguous()
-        scale = self._grad_scale
-        local *= upload([scale * scale, scale], self._device, torch.float64)[:, None]
-        norms = self._kernels.norms(self._holders(self._slots))
-        # replicas are equal, but sums over them may differ in the last bit where ranks have other kernels: rank 0's count
-        rows = self._share(torch.cat([local, norms[None]]))
-        n = self._ranks().nodes
-        energy, signal, norm = sum_in_order(rows[:, 0]) / n**2, sum_in_order(rows[:, 1]) / n, rows[0, 2]
-        index = upload(self._slots, self._device)
-        known = {name: self._scalars[name][index] for name in (*_MEASURED, "coefficient")}
-        active = upload([self._active[i] for i in self._slots], self._device)
-        seen = active & (energy > 0) & (norm > 0)
-        measured = known["measurements"] + seen
-        least = min(1.0, self.settings["ratio_interval"] / REMEMBERED_STEPS)
-        weight = torch.where(seen, (1.0 / measured.clamp(min=1)).clamp(min=least), 0.0)
-        # (lerp would fuse its operations on some processors)
-        energy = known["energy"] + weight * (energy - known["energy"])
-        signal = known["signal"] + weight * (signal - known["signal"])
-        reference = torch.where(measured <= REFERENCE_STEPS, energy, known["energy_reference"])
-        coefficient = torch.where(seen, self._trust_ratio(norm, energy, signal), known["coefficient"])
-        for name, value in zip(known, (measured, signal, energy, reference, coefficient), strict=True):
-            self._scalars[name][index] = value
-
-    def _trust_ratio(self, norm: Tensor, energy: Tensor, signal: Tensor) -> Tensor:
-        """``||x||/||u||`` by slot, clipped; 1 where a norm is 0."""
-        n = self._ranks().nodes
-        firsts = self._by_slot("first", self._first_correction)
-        b1 = upload(self._by_slot("b1", lambda i: self._group(i)["betas"][0]), self._device, torch.float64)
-        decay = upload(self._by_slot("wd", lambda i: self._group(i)["weight_decay"]), self._device, torch.float64)
-        shared = signal.clamp(min=0)
-        momentum = (2 * b1 * shared + (1 - b1) * (energy + (1 - 1 / n) * shared)) / (1 + b1)
-        update = (momentum / upload(firsts, self._device, torch.float64).square() + (decay * norm).square()).sqrt()
-        live = (norm > 0) & (update > 0)
-        # fp32 is what steps are made with; the same however sums were shared out in a node
-        ratio = (norm / torch.where(live, update, 1.0)).float().double()
-        return torch.where(live, ratio.clamp(self.settings["min_coeff"], self.settings["max_coeff"]), 1.0)
-
-    def _watch(self) -> None:
-        """See the base; a refresh begins when gradients have outgrown their denominators."""
-        if self._unrefreshed < UNDISTURBED_STEPS or self._unrefreshed % WATCH_EVERY:
+    def _follow(self, stepped: list[int]) -> None:
+        """Trust ratios of the next step of those that have stepped: of their weights now and the momentum that led there."""
+        if not stepped:
             return
-        # the same sums on every rank, whatever its processor
-        now, then = (math.fsum(self._scalars[name].tolist()) for name in ("energy", "energy_reference"))
-        if now > then * GROWTH > 0:
-            self._begun_after = self._unrefreshed
-            log.info(
-                "step %d: gradients are %.0f %% of what they were after the second moments had frozen or been refreshed, %d steps ago; "
-                "%d dense ones refresh them",
-                *(self._steps, 100 * (now / then) ** 0.5, self._unrefreshed, self.settings["refresh_steps"]),
-            )
-
-    def _share(self, values: Tensor) -> Tensor:
-        """Every rank's values as one row."""
-        if self._ranks().size == 1:
-            return values[None]
-        assert self._transport is not None
-        return share_values(self._transport, values, "norms of gradients for 1-bit LAMB's trust ratios")
+        energy = torch.cat([self._momentum_energy(bucket) for bucket in self._buckets()])
+        squares = self._per_slot(energy[:, None], "sum")[:, 0]
+        norm = self._kernels.norms(self._holders(self._slots))
+        first = upload(self._by_slot("first", self._first_correction), self._device, torch.float64)
+        decay = upload(self._by_slot("wd", lambda i: self._group(i)["weight_decay"]), self._device, torch.float64)
+        update = (squares / first.square() + (decay * norm).square()).sqrt()
+        live = (norm > 0) & (update > 0)
+        ratio = (norm / torch.where(live, update, 1.0)).clamp(self.settings["min_coeff"], self.settings["max_coeff"])
+        digits, exponent = torch.frexp(torch.where(live, ratio, 1.0))
+        ratio = torch.ldexp((digits * 2**RATIO_BITS).round(), exponent - RATIO_BITS)
+        index, took_part = upload(self._slots, self._device), set(stepped)
+        active = upload([i in took_part for i in self._slots], self._device)
+        self._scalars["coefficient"][index] = torch.where(active, ratio, self._scalars["coefficient"][index])
 
     def _step_corrected(self) -> None:
         coefficient = self._corrected_coefficients()
@@ -527,9 +408,6 @@ class OnebitLamb(CompressingAdam):
 
     def _begin_exchange(self) -> None:
         self._partials, self._exchanged = {}, {}
-        step = self._ratio_steps + 1
-        self._products = []
-        self._measuring = self._follows and (step <= REFERENCE_STEPS or step % self.settings["ratio_interval"] == 0)
 
     def _corrected_coefficients(self) -> Tensor:
         """``c_avg*f`` per slot, fp64, from the blocks' partial norms in a fixed order."""
@@ -577,15 +455,13 @@ class OnebitLamb(CompressingAdam):
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
     def _books(self) -> dict[str, Any]:
-        scalars = {name: values.tolist() for name, values in self._scalars.items()}
-        return {**super()._books(), **scalars, "ratio_steps": self._ratio_steps}
+        return {**super()._books(), **{name: values.tolist() for name, values in self._scalars.items()}}
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         for name, value in _SCALARS.items():
             known = books.get(name, [])
             known = [*known, *[value] * (len(self._params) - len(known))]  # parameters that have joined since have none
             self._scalars[name].copy_(torch.tensor(known, dtype=torch.float64))
-        self._ratio_steps = books.get("ratio_steps", 0)
         super()._load_phase(phase, books, saved)
         if "fresh" in self._flat:
             self._load_arena(self._flat["fresh"], "exp_avg_sq_fresh", saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,8 +25,6 @@ from lightning_onebit.optim.rules import (
     unprecondition_,
 )
 
-#: residuals spread evenly over +-s have a root mean square of ``s/sqrt(3)``: from ``sqrt(3)`` on every scale would be larger than the last
-LARGEST_SCALE_FACTOR = 1.7
 #: ends the name, in a checkpoint, of a moment as it is, where others (plain AdamW) are given it in a form that suits them
 EXACT = "_exact"
 
@@ -42,31 +40,15 @@ class AdamMoments(OnebitOptimizer):
             check_integer(name, settings.get(name), least=1, optional=True)
         check_flag("bias_correction", settings["bias_correction"])
         check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
-        for name in ("scale_factor", "server_scale_factor"):
-            check_number(name, settings[name], above=0, most=LARGEST_SCALE_FACTOR, optional=True)
         # by parameter index: updates of a second moment that froze, or is refreshed now and then (0/1 Adam); without an entry
         # it has been updated at every step of its parameter
-        self._variance_steps: dict[int, int] = {}
+        self._variance_steps: dict[int, float] = {}
         super().__init__(params, defaults, options, settings)
 
     @property
     def _preconditioned(self) -> bool:
         """Whether the momentum travels divided by its denominators now, in the units of the step that it makes."""
         return self.settings.get("preconditioned") is True
-
-    @property
-    def _default_scales(self) -> Mapping[int, tuple[float, float]]:
-        """Defaults of ``scale_factor`` and ``server_scale_factor``, from so many workers (nodes) on."""
-        return {1: (1.0, 1.0)}
-
-    def _scale_factors(self) -> tuple[float, float]:
-        workers, servers = self.settings["scale_factor"], self.settings["server_scale_factor"]
-        if workers is None:
-            scales, nodes = self._default_scales, self._ranks().nodes
-            workers, default = scales[max(least for least in scales if least <= nodes)]
-        else:
-            default = workers
-        return workers, default if servers is None else servers
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
         dense_adamw_(
@@ -82,7 +64,7 @@ class AdamMoments(OnebitOptimizer):
             bias_correction=self.settings["bias_correction"],
         )
 
-    def _learn(self, index: int, updates: int = 1) -> None:
+    def _learn(self, index: int, updates: float = 1.0) -> None:
         """Moments of a parameter from its averaged gradient; the second moment as if that gradient had come ``updates`` times."""
         b1, b2 = self._group(index)["betas"]
         grad, keep = self._grad(index).float(), b2**updates
@@ -282,13 +264,13 @@ class AdamMoments(OnebitOptimizer):
         return {**super()._books(), "variance_steps": dict(self._variance_steps)}
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
-        self._variance_steps = {int(i): int(k) for i, k in books.get("variance_steps", {}).items()}
+        self._variance_steps = {int(i): k for i, k in books.get("variance_steps", {}).items()}
         self._load_arena(self._flat["v"], "exp_avg_sq" + EXACT, saved)
         if self.compresses:
             self._load_arena(self._flat["m"], "exp_avg" + EXACT, saved)
         else:
             if any("reciprocal_denominator" in state for state in saved.values()):
-                self._load_alone(saved, bare=phase is Phase.WARMUP or books.get("refreshing", False))
+                self._load_alone(saved, bare=phase is Phase.WARMUP)
             self._variance_steps = {}
         super()._load_phase(phase, books, saved)
         self._load_frozen(saved)

@@ -66,8 +66,6 @@ class Redistribution:
 
     Args:
         mine: ``residual_state_dict()`` of this rank's optimizer; its tensors are not used.
-        converts: this optimizer's ``converts_residuals``: residuals saved with ``preconditioned=False`` are taken, and stay as they
-            are until they are loaded.
 
     Example:
         >>> parts = Redistribution(optimizer.residual_state_dict())
@@ -76,9 +74,8 @@ class Redistribution:
         >>> optimizer.load_residual_state_dict(parts.result())
     """
 
-    def __init__(self, mine: Mapping[str, Any], *, converts: bool = False) -> None:
+    def __init__(self, mine: Mapping[str, Any]) -> None:
         self._mine = {key: value for key, value in mine.items() if key not in ("tensors", "shared_weights")}
-        self._converts = converts
         self._tensors: dict[str, Tensor] = {}
         self.dropped: set[str] = set()
 
@@ -88,8 +85,6 @@ class Redistribution:
         Raises:
             ValueError: written by another algorithm, at another step, or for other parameters or blocks.
         """
-        if self._converts and not theirs.get("preconditioned", False):
-            self._mine.pop("preconditioned", None)  # what result() says is how it was saved
         for key in ("algorithm", "steps", "block_size", "numels", "segments", "strides", "preconditioned"):
             saved, wanted = theirs.get(key, False), self._mine.get(key, False)
             if saved != wanted:

@@ -217,11 +217,6 @@ class StatefulOptimizer(ArenaOptimizer):
         self._from_exchanged(flat, bucket.first_block * bucket.block_size)
         return flat
 
-    @property
-    def converts_residuals(self) -> bool:
-        """Whether residuals saved with ``preconditioned=False`` are converted on loading (0/1 Adam) where others would be refused."""
-        return False
-
     def residual_state_dict(self) -> dict[str, Any]:
         """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other local state.
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit._choices import (
-    Automatic,
     Backend,
     LocalStepPolicy,
     RefreshRule,
@@ -28,7 +27,7 @@ from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import PLAN_LANE, Coefficients, Phase
 from lightning_onebit.optim.masters import adopt_, adopted
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
-from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, RISE_STEPS, VariancePolicy, make_sync_policy
+from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam
 from lightning_onebit.optim.rules import compression_noise
 
@@ -37,6 +36,8 @@ log = logging.getLogger("lightning_onebit")
 VARIANCE_DECAYS = choices(VarianceDecay)
 #: how far noise may move weights in a one-bit round by the published rule, root mean square in units of lr, where the variance is young
 LARGEST_NOISE = 3.0
+#: refreshes from which a variance is no longer young
+SETTLED = 32
 
 
 def largest_step(b1: float, b2: float) -> float:
@@ -62,12 +63,10 @@ class ZeroOneAdam(RefreshingAdam):
 
     with ``a = lr_t*max(1, (1-b1)/sqrt(1-b2))``, the largest step that Adam ever makes, whatever denominators have frozen.
 
-    Where it is ``preconditioned``, what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the very change
-    of the weights in units of lr, ``exchange((b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/(S/H)/D)``. By default that is so once
-    the variance has frozen or been refreshed 32 times.
+    Where it is ``preconditioned``, as by default, what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the
+    very change of the weights in units of lr, ``exchange((b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/(S/H)/D)``.
 
-    Where steps become smaller after the freeze, ranks synchronise, a few dense steps refresh the variance (``refresh_interval``), and
-    the gap between synchronisations takes back a doubling.
+    Refreshes go on after the freeze, on the same schedule (``refresh``); ranks synchronise in the step before each.
 
     Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
 
@@ -85,12 +84,10 @@ class ZeroOneAdam(RefreshingAdam):
         weight_decay: decoupled weight decay.
         var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
         var_update_scaler: refreshes after which the gap between refreshes doubles.
-        var_rise_steps: the gap between refreshes stays at 1 up to the 32nd of them, and where lr still rises when it would grow for four
-            times as many steps as lr rises in, up to this step at most. None: 256; 0: it grows after ``var_update_scaler`` refreshes
-            whatever lr does, as published.
-        var_decay: what the second beta counts before the freeze. ``"step"`` (None): a refresh stands for all steps since the last one,
-            ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples. ``"refresh"``, as published:
-            refreshes, so that v is an average in which the first, close ones weigh as much as the late, rare ones.
+        var_decay: what the second beta counts. ``"step"`` (None): a refresh stands for all steps since the last one,
+            ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples (``1-b2^gap`` is at most 1/16, or
+            ``1-b2``). ``"refresh"``, as published: refreshes, so that v is an average in which the first, close ones weigh as much as the
+            late, rare ones.
         local_step_scaler: steps after which the gap between synchronisations doubles (policy ``"interval"``).
         local_step_clipper: largest gap between synchronisations; 1: no local steps, and no memory for them.
         local_step_policy: ``"interval"``, or ``"learning_rate"`` (the gap doubles each time lr has halved since the
@@ -99,15 +96,10 @@ class ZeroOneAdam(RefreshingAdam):
         block_size: as in ``OnebitAdam``, like the options after it.
         max_grad_norm: see ``OnebitAdam``.
         denominator_floor: see ``OnebitAdam``.
-        preconditioned: compress updates divided by their denominators, see ``OnebitAdam``: from the 32nd refresh of the variance or
-            its freeze on (``"auto"``), when denominators are those of many gradients; from the first one-bit round on (True); never
-            (False, as published: local steps are not bounded then, and a variance that freezes before its 32nd refresh is refused
-            where one-bit noise divided by it would move the weights of a tensor by more than 3 lr in a step).
-        scale_factor: see ``OnebitAdam``. None: 1, of however many workers.
-        server_scale_factor: see ``OnebitAdam``.
-        refresh_interval: steps between two refreshes of the frozen variance, >= 1; ``"auto"``: refreshed whenever steps have become a
-            tenth smaller; ``"never"``, as published. See ``OnebitAdam``.
-        refresh_steps: dense steps of a refresh, see ``OnebitAdam``.
+        preconditioned: compress updates divided by their denominators, see ``OnebitAdam``; False, as published: local steps are not bounded
+            then, and a variance that freezes before its 32nd refresh is refused where one-bit noise divided by it would move the weights
+            of a tensor by more than 3 lr in a step.
+        refresh: see ``OnebitAdam``.
         process_group: see ``OnebitAdam``.
         force_compression: see ``OnebitAdam``.
         bucket_mb: see ``OnebitAdam``.
@@ -141,7 +133,6 @@ class ZeroOneAdam(RefreshingAdam):
         *,
         var_freeze_step: int | None = None,
         var_update_scaler: int = 16,
-        var_rise_steps: int | None = None,
         var_decay: VarianceDecay | None = None,
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
@@ -150,11 +141,8 @@ class ZeroOneAdam(RefreshingAdam):
         block_size: int = 2048,
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
-        preconditioned: bool | Automatic = "auto",
-        scale_factor: float | None = None,
-        server_scale_factor: float | None = None,
-        refresh_interval: int | RefreshRule = "auto",
-        refresh_steps: int | None = None,
+        preconditioned: bool = True,
+        refresh: RefreshRule = "auto",
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float | None = None,
@@ -166,23 +154,14 @@ class ZeroOneAdam(RefreshingAdam):
     ) -> None:
         check_integer("var_freeze_step", var_freeze_step, least=1, optional=True)
         check_integer("var_update_scaler", var_update_scaler, least=1)
-        check_integer("var_rise_steps", var_rise_steps, least=0, optional=True)
-        # the first refresh that may not count, and the step after it
-        first = var_update_scaler + 1
-        if var_rise_steps and (var_rise_steps < first or (var_freeze_step is not None and var_freeze_step <= first)):
-            raise ValueError(
-                f"var_rise_steps={var_rise_steps} has no effect with var_update_scaler={var_update_scaler} and "
-                f"var_freeze_step={var_freeze_step}: the gap between refreshes could first grow after step {first}; "
-                f"leave it out, or say {first} or more and freeze later"
-            )
-        rise_steps = RISE_STEPS if var_rise_steps is None else var_rise_steps
+        check_flag("preconditioned", preconditioned)
         if var_decay is not None:
             check_choice("var_decay", var_decay, VARIANCE_DECAYS)
-        skips = VariancePolicy.first_gap(var_update_scaler, rise_steps) + 1
-        if var_decay is not None and var_freeze_step is not None and var_freeze_step < skips:
+        skips = var_update_scaler + 2
+        if var_decay is not None and refresh == "never" and var_freeze_step is not None and var_freeze_step < skips:
             raise ValueError(
                 f"var_decay={var_decay!r} has no effect with var_freeze_step={var_freeze_step}: with var_update_scaler={var_update_scaler} "
-                f"and var_rise_steps={rise_steps} the first refresh that skips a step is step {skips}; leave it out, or freeze later"
+                f"the first step without a refresh is step {skips}; leave it out, or freeze later"
             )
         check_choice("local_step_policy", local_step_policy, LOCAL_STEP_POLICIES)
         if local_step_policy != "interval" and local_step_scaler != 32768:
@@ -196,11 +175,6 @@ class ZeroOneAdam(RefreshingAdam):
             raise ValueError(
                 f"{given} has no effect with local_step_clipper=1, which means no local steps; leave it out, or allow larger gaps"
             )
-        if isinstance(preconditioned, str) and preconditioned != "auto":
-            raise ValueError(f"preconditioned={preconditioned!r} is unknown; choose 'auto', True or False")
-        if not isinstance(preconditioned, str):
-            check_flag("preconditioned", preconditioned)
-        self.variance_policy = VariancePolicy(var_update_scaler, rise_steps)
         self.sync_policy = make_sync_policy(local_step_policy, scaler=local_step_scaler, clipper=local_step_clipper)
         # by slot: sum of lr_t since the last synchronisation; local steps since then, and steps of the last exchange
         self._travelled: list[float] = []
@@ -213,8 +187,6 @@ class ZeroOneAdam(RefreshingAdam):
         self._hidden: dict[int, Tensor] = {}
         # whether all of them show it
         self._showing = False
-        # scales that the last exchange brought, as the momentum's, and the lengths of their blocks (0 where a parameter took no part)
-        self._brought: list[tuple[Tensor, Tensor]] = []
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
@@ -235,12 +207,8 @@ class ZeroOneAdam(RefreshingAdam):
                 "bias_correction": bias_correction,
                 "denominator_floor": denominator_floor,
                 "preconditioned": preconditioned,
-                "scale_factor": scale_factor,
-                "server_scale_factor": server_scale_factor,
-                "refresh_interval": refresh_interval,
-                "refresh_steps": refresh_steps,
+                "refresh": refresh,
                 "var_update_scaler": var_update_scaler,
-                "var_rise_steps": rise_steps,
                 "var_decay": var_decay or "step",
                 "local_step_scaler": local_step_scaler,
                 "local_step_clipper": local_step_clipper,
@@ -282,7 +250,6 @@ class ZeroOneAdam(RefreshingAdam):
             self._exchange_local()
             self._publish([i for i in self._slots if self._active[i]])
             self._record_round(synchronised=True)
-            self._brought = []  # a step's alone counts
             self.ledger.settle()
 
     @contextmanager
@@ -359,19 +326,14 @@ class ZeroOneAdam(RefreshingAdam):
         return True  # refreshes, and steps at lr = 0
 
     def _freeze_now(self) -> None:
-        if self.settings["preconditioned"] is False and not self.variance_policy.settled:
+        if not self.settings["preconditioned"] and self.variance_policy.refreshes < SETTLED:
             self._refuse_noise()
-        converts = not self._preconditioned and self.settings["preconditioned"] == "auto" and self._plan is not None
-        if converts and self.compresses:
-            self._hold_momentum_flat()  # in the units in which it has travelled so far
         self._phase = Phase.LOCAL
         self._decision = None
         self._state_shown.renew()
         self.sync_policy.start(self._steps, self._schedule_lr())
         if self.compresses and self._plan is not None:
             self._start_compression()
-        if converts and self._worker_residual is not None:
-            self._precondition_residuals()
 
     def _refuse_noise(self) -> None:
         """Raises where a young variance is so uneven that noise of momenta would move weights much further than Adam does.
@@ -391,38 +353,14 @@ class ZeroOneAdam(RefreshingAdam):
                     f"preconditioned=False: the variance of {self.name_of(i)} freezes at step {self._steps} after "
                     f"{self.variance_policy.refreshes} refreshes, and one-bit noise divided by it would move weights by "
                     f"{noise:.1f} lr in a step (root mean square; at most {LARGEST_NOISE:g} are allowed); leave preconditioned out, or "
-                    f"freeze after {self.variance_policy.SETTLED} refreshes or more"
+                    f"freeze after {SETTLED} refreshes or more"
                 )
-
-    def _precondition_residuals(self) -> None:
-        """From updates before they are divided by their denominators to changes of weights."""
-        r = self._flat.get("r")
-        if r is None:  # alone, for later
-            r = torch.zeros_like(self._flat["v"], dtype=self._reciprocal_dtype)
-            self._invert(self._flat["v"], r)
-        for bucket in self._buckets():
-            parts = (
-                (self._residual_of(bucket), self._shard_blocks),
-                (self._server_residual_of(bucket), self._chunk_blocks),
-            )
-            for residual, blocks_of in parts:
-                first, last = (bucket.first_block + block for block in blocks_of(bucket))
-                residual.settled().mul_(r[first * bucket.block_size : last * bucket.block_size])
-
-    @property
-    def _preconditioned(self) -> bool:
-        chosen = self.settings["preconditioned"]
-        if chosen != "auto":
-            return chosen is True
-        return self._phase is Phase.LOCAL or self.variance_policy.settled
 
     # ----- dense rounds -----------------------------------------------------------------------------------------------
 
     def _step_dense(self, active: list[int]) -> None:
         if not self.compresses:
             super()._step_dense(active)
-            # alone, v learns at every step: the next refresh among several ranks stands for the steps after this one
-            self.variance_policy.note(self._steps + 1, self._schedule_lr())
             return
         step = self._steps + 1
         planned = [i for i in active if i in self._slot_of and i not in self._late]
@@ -433,8 +371,6 @@ class ZeroOneAdam(RefreshingAdam):
             self._anchored = False
             self._record_round(synchronised=True)
         elif self.next_step_is_dense:
-            if self.variance_policy.may_wait(step):
-                self._agree()  # the next refresh follows from lr
             self._hold_momentum_flat()
             super()._step_dense(planned)
             self._refreshed(planned, step)
@@ -446,9 +382,8 @@ class ZeroOneAdam(RefreshingAdam):
         used = self._worker_residual is not None and "r" in self._flat
         noisy = [i for i in members if i in self._slot_of and i not in self._late and used]
         super()._dense_update(group, [i for i in members if i not in noisy])
-        gap = self._steps + 1 - self.variance_policy.last_step if self.settings["var_decay"] == "step" else 1
         for i in noisy:
-            self._learn(i, gap)
+            self._learn(i, self._updates_of_refresh(i))
             self._invert_slot(self._slot_of[i], self._flat["v"], self._flat["r"])
             self._move(i)
 
@@ -457,10 +392,7 @@ class ZeroOneAdam(RefreshingAdam):
         if self._worker_residual is None:
             for i in planned:  # whose step has been counted
                 self._variance_steps[i] = self._variance_steps.get(i, self._t[i] - 1) + 1
-        before = self._preconditioned
-        self.variance_policy.record(step, self._schedule_lr())
-        if self._preconditioned and not before and self._worker_residual is not None:
-            self._precondition_residuals()
+        self.variance_policy.record(step)
         if self._worker_residual is None and not self.variance_policy.due(step + 1):
             self._prepare_one_bit()
 
@@ -501,7 +433,7 @@ class ZeroOneAdam(RefreshingAdam):
         super()._build(connect=connect, newcomers=newcomers)
         if before is not None and len(self._slots) > before and self._phase is Phase.WARMUP:
             # the next refresh there would have been may lie behind the freeze
-            self.variance_policy.join(self._steps + 1)
+            self.variance_policy.bring_forward(self._steps + 1)
 
     def _drop_local_progress(self) -> None:
         """Goes on from the model that all ranks share: what a rank has done alone means nothing in another world."""
@@ -549,23 +481,8 @@ class ZeroOneAdam(RefreshingAdam):
     def _may_take_in(self) -> bool:
         return super()._may_take_in() and not self.mid_local
 
-    # ----- refreshes after the freeze ---------------------------------------------------------------------------------
-
-    @property
-    def _refreshing(self) -> bool:
-        return self._phase is Phase.LOCAL and super()._refreshing
-
-    def _end_refresh(self) -> None:
-        """See the base; the gap between synchronisations takes back a doubling."""
-        super()._end_refresh()
-        self._brought = []  # by the exchange before it, which says nothing about the steps after it
-        self.sync_policy.step_back(self._steps, self._schedule_lr())
-
-    def _exchanged_energy(self) -> Tensor | None:
-        brought, self._brought = self._brought, []
-        if not brought:
-            return None
-        return torch.cat([s for s, _ in brought]).square_().dot(torch.cat([lengths for _, lengths in brought]))
+    def _updates_of_refresh(self, index: int) -> float:
+        return super()._updates_of_refresh(index) if self.settings["var_decay"] == "step" else 1.0
 
     # ----- one-bit rounds and local steps -----------------------------------------------------------------------------
 
@@ -582,8 +499,7 @@ class ZeroOneAdam(RefreshingAdam):
         step, lr = self._steps + 1, self._schedule_lr()
         local = self._phase is Phase.LOCAL and (self.sync_policy.since > 0 or self.sync_policy.gap(step, lr) > 1)
         # (a refresh begins where replicas are equal)
-        synchronised = not local or self.sync_policy.due(step, lr) or self._refresh_within(1)
-        self._brought = []
+        synchronised = not local or self.sync_policy.due(step, lr) or self._refresh_within(2)
         if local:
             self._local_round(synchronised)
         else:
@@ -661,7 +577,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _local_bound(self, index: int) -> float:
         """How far a local step may move a weight of a parameter; by the published rule any way."""
-        if self.settings["preconditioned"] is False:
+        if not self.settings["preconditioned"]:
             return math.inf
         return self._lr_t(index) * largest_step(*self._group(index)["betas"])
 
@@ -694,7 +610,6 @@ class ZeroOneAdam(RefreshingAdam):
             decay, alpha = self._by_block("decay", bucket, self._decay), self._by_block("alpha", bucket, self._lr_t)
             self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, alpha)
             self._exchanged_steps = 1
-            self._note_brought(bucket, packed)
             return
         anchor = bucket.slice(self._flat["anchor"])
         views = [anchor[s.block * bucket.block_size : s.block * bucket.block_size + s.numel] for s in bucket.spans]
@@ -705,7 +620,6 @@ class ZeroOneAdam(RefreshingAdam):
         self._kernels.scatter(bucket, anchor, self._bind_weights(bucket))
         self._exchanged_steps = self._travelled_steps
         packed.scales.div_(self._travelled_steps)  # the mean of their momenta
-        self._note_brought(bucket, packed)
         momentum, u = bucket.slice(self._flat["m"]), bucket.slice(self._flat["u"])
         idle = upload([not self._active[i] for i in self._slots], self._device)[bucket.block_param]
         kept = momentum.view(-1, bucket.block_size)[idle]
@@ -713,19 +627,6 @@ class ZeroOneAdam(RefreshingAdam):
         self._from_exchanged(momentum, bucket.first_block * bucket.block_size)
         momentum.view(-1, bucket.block_size)[idle] = kept
         u.zero_()
-
-    def _note_brought(self, bucket: Bucket, packed: Packed) -> None:
-        """Keeps the momentum's scales for what decides when the variance is refreshed."""
-        if self._phase is Phase.LOCAL and self.settings["refresh_interval"] == "auto":
-            self._brought.append((packed.scales.flatten().double(), self._moved_lengths(bucket)))
-
-    def _moved_lengths(self, bucket: Bucket) -> Tensor:
-        """Lengths of the blocks of parameters that take part in an exchange, 0 for the others; fp64 ``(blocks,)``."""
-        lengths = bucket.lengths.double()
-        if not all([self._active[self._slots[slot]] for slot in bucket.members]):
-            idle = upload([not self._active[i] for i in self._slots], self._device)[bucket.block_param]
-            lengths[idle] = 0.0
-        return lengths
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
         """See the base; after local steps the momentum stays an fp32 arena."""
@@ -742,13 +643,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _abandon_step(self) -> None:
         self._hidden, self._showing = {}, False  # the weights that are shown are those the state that is loaded belongs to
-        self._brought = []
         super()._abandon_step()
-
-    @property
-    def converts_residuals(self) -> bool:
-        """See the base: with ``preconditioned="auto"`` once steps are compressed."""
-        return self.settings["preconditioned"] == "auto" and self._preconditioned
 
     def residual_state_dict(self) -> dict[str, Any]:
         """See the base. Between synchronisations it holds this rank's own weights: save the model within ``consensus()``."""
@@ -763,7 +658,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     @torch.no_grad()
     def load_residual_state_dict(self, state: dict[str, Any]) -> None:
-        """See the base; residuals of before the freeze are converted where this run has frozen at that very step.
+        """See the base.
 
         Raises:
             ValueError: besides, where the model's weights are not those that all ranks shared when the state was saved.
@@ -775,11 +670,7 @@ class ZeroOneAdam(RefreshingAdam):
                 "when model.state_dict() has a rank's own: save it within `with optimizer.consensus():`, and load it before the "
                 "optimizer's state"
             )
-        converts = self.converts_residuals and not state.get("preconditioned", False)
-        super().load_residual_state_dict({**state, "preconditioned": True} if converts else state)
-        if converts and self._worker_residual is not None:
-            with self._changing("load_residual_state_dict()"):
-                self._precondition_residuals()
+        super().load_residual_state_dict(state)
 
     def _shared_master(self, index: int) -> Tensor:
         if self.mid_local and index in self._slot_of:
@@ -790,7 +681,6 @@ class ZeroOneAdam(RefreshingAdam):
     def _books(self) -> dict[str, Any]:
         return {
             **super()._books(),
-            "variance_policy": self.variance_policy.state_dict(),
             "sync_policy": self.sync_policy.state_dict(),
             "travelled": list(self._travelled),
             "exchanged_steps": self._exchanged_steps,
@@ -828,7 +718,6 @@ class ZeroOneAdam(RefreshingAdam):
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         self._anchored, self._interrupted = False, None
         if books:
-            self.variance_policy.load_state_dict(books["variance_policy"])
             self.sync_policy.load_state_dict(books["sync_policy"])
             self._exchanged_steps = books.get("exchanged_steps", 1)
             if len(books["travelled"]) == len(self._slots):  # there are none before the first step
