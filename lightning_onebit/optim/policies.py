@@ -12,7 +12,8 @@ from typing import Any, Protocol
 from lightning_onebit._choices import LocalStepPolicy, choices
 from lightning_onebit.optim.options import check_integer
 
-#: refreshes after which the gap to the next doubles, as published; none counts for more than one part in as many of a second moment
+#: refreshes after which the gap to the next doubles, as published; none counts for more than one part in as many of a second moment, and
+#: after a dense warm-up no more than one step in as many is one
 REFRESHES_PER_DOUBLING = 16
 
 
@@ -27,6 +28,7 @@ class VariancePolicy:
 
     Attributes:
         scaler: refreshes after which the gap doubles (``var_update_scaler``).
+        least_gap: smallest gap; after a dense warm-up more than 1, so that most steps are compressed.
         last_step: the last step in which second moments have learned; 0 before the first.
         next_step: step of the next refresh.
         refreshes: number of refreshes so far.
@@ -42,6 +44,7 @@ class VariancePolicy:
     """
 
     scaler: int = REFRESHES_PER_DOUBLING
+    least_gap: int = 1
     last_step: int = 0
     next_step: int = 1
     refreshes: int = 0
@@ -57,17 +60,25 @@ class VariancePolicy:
 
     def gap(self, step: int) -> int:
         """Steps from a refresh at ``step`` to the next one."""
-        return 1 << (1 + (step - 1) // self.scaler).bit_length() - 1
+        return max(self.least_gap, 1 << (1 + (step - 1) // self.scaler).bit_length() - 1)
 
-    def updates(self, step: int, b2: float) -> float:
+    def updates(self, step: int, b2: float, known: float) -> float:
         """For how many updates of a second moment a refresh at ``step`` counts: all steps since the last one, within a bound.
 
-        A gap may be longer than what ``b2`` remembers, and one gradient is no average: its weight ``1 - b2**updates`` is
-        at most ``1/16``, or what AdamW gives it where that is more.
+        A gap may be longer than what ``b2`` remembers, and one gradient is no average: its weight in the bias-corrected moment is at most
+        ``1/16``, or that of one update where that is more.
+
+        Args:
+            step: of the refresh.
+            b2: decay of the second moment.
+            known: updates that it has had.
         """
         gap = step - self.last_step
-        most = math.log(1 - 1 / REFRESHES_PER_DOUBLING) / math.log(b2) if b2 > 0 else 1.0
-        return min(gap, max(1.0, most))
+        if b2 == 0:
+            return 1.0
+        # 1 - b2**s <= (1 - b2**(known+s)) / 16
+        n = REFRESHES_PER_DOUBLING
+        return min(gap, max(1.0, math.log((n - 1) / (n - b2**known)) / math.log(b2)))
 
     def bring_forward(self, step: int) -> None:
         """Makes ``step`` a refresh, unless there is one before it."""
@@ -244,7 +255,7 @@ def replay_schedule(
 
     Example:
         >>> replay_schedule(1000, var_freeze_step=200, var_update_scaler=16, policy=IntervalPolicy(16, scaler=100))
-        {'dense': 97, 'one_bit': 338, 'silent': 565}
+        {'dense': 96, 'one_bit': 343, 'silent': 561}
     """
     variance = VariancePolicy(var_update_scaler)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}

@@ -27,7 +27,8 @@ class RefreshingAdam(LateParameters):
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
         check_choice("refresh", settings["refresh"], choices(RefreshRule))
-        self.variance_policy = VariancePolicy(settings.get("var_update_scaler", REFRESHES_PER_DOUBLING))
+        least_gap = REFRESHES_PER_DOUBLING if self._has_dense_warm_up else 1
+        self.variance_policy = VariancePolicy(settings.get("var_update_scaler", REFRESHES_PER_DOUBLING), least_gap)
         super().__init__(params, defaults, options, settings)
 
     def dense_steps_after_freeze(self, freeze_step: int, steps: int) -> int:
@@ -68,7 +69,8 @@ class RefreshingAdam(LateParameters):
 
     def _updates_of_refresh(self, index: int) -> float:
         """For how many updates of a second moment the next step counts, if it refreshes: see ``VariancePolicy.updates``."""
-        return self.variance_policy.updates(self._steps + 1, self._group(index)["betas"][1])
+        known = self._variance_steps.get(index, self._t[index])
+        return self.variance_policy.updates(self._steps + 1, self._group(index)["betas"][1], known)
 
     def _restore_momentum(self, before: list[Tensor | Packed], learned: set[int]) -> None:
         """Gives who had no gradient in a refresh its momentum back, which its change of form and back has rounded."""

@@ -15,11 +15,11 @@ def blocks(size: int, block_size: int) -> list[slice]:
     return [slice(start, min(start + block_size, size)) for start in range(0, size, block_size)]
 
 
-def compress(c: Array, block_size: int, kappa: float = 1.0) -> Array:
-    """``C(c)``: on every block kappa times the root mean square, with the sign bit of each element."""
+def compress(c: Array, block_size: int) -> Array:
+    """``C(c)``: on every block the root mean square, with the sign bit of each element."""
     out = np.zeros_like(c)
     for b in blocks(c.size, block_size):
-        s = kappa * np.sqrt(np.mean(c[b] ** 2))  # s = kappa * sqrt(mean_{j<L} c_j^2)
+        s = np.sqrt(np.mean(c[b] ** 2))  # s = sqrt(mean_{j<L} c_j^2)
         q = np.where(np.signbit(c[b]), -1.0, 1.0)  # q_j = -1 where the sign bit of c_j is set, +1 elsewhere
         out[b] = s * q  # C(c)_j = s * q_j
     return out
@@ -28,14 +28,6 @@ def compress(c: Array, block_size: int, kappa: float = 1.0) -> Array:
 def node_means(c: Sequence[Array], ranks_per_node: int) -> list[Array]:
     """Means over the ranks of each node: ranks ``l*K ... l*K + K-1`` form node l."""
     return [np.mean(c[start : start + ranks_per_node], axis=0) for start in range(0, len(c), ranks_per_node)]
-
-
-def kappas(
-    defaults: tuple[float, float], scale_factor: float | None, server_scale_factor: float | None
-) -> tuple[float, float]:
-    """kappa of workers and of servers, who have that of workers where only that is given."""
-    kappa, server_kappa = defaults if scale_factor is None else (scale_factor, scale_factor)
-    return kappa, server_kappa if server_scale_factor is None else server_scale_factor
 
 
 class Exchange:
@@ -50,17 +42,8 @@ class Exchange:
         margin: smallest ``|y| / s`` (or ``|z| / s``) whose sign was ever taken: how close a rounding error came to turning a bit.
     """
 
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        n: int,
-        block_size: int,
-        ranks_per_node: int = 1,
-        kappa: float = 1.0,
-        server_kappa: float | None = None,
-    ) -> None:
-        self.block_size, self.kappa = block_size, kappa
-        self.server_kappa = kappa if server_kappa is None else server_kappa
+    def __init__(self, sizes: Sequence[int], n: int, block_size: int, ranks_per_node: int = 1) -> None:
+        self.block_size = block_size
         self.ranks_per_node = ranks_per_node
         self.e = [[np.zeros(size) for size in sizes] for _ in range(n // ranks_per_node)]
         self.d = [np.zeros(size) for size in sizes]
@@ -72,15 +55,15 @@ class Exchange:
         sent = []
         for i in range(len(c)):
             y = c[i] + self.e[i][l]  # y_i = c_i + e_i
-            sent.append(self._compress(y, self.kappa))  # send C(y_i)
+            sent.append(self._compress(y))  # send C(y_i)
             self.e[i][l] = y - sent[i]  # e_i = y_i - C(y_i)
         z = np.mean(sent, axis=0) + self.d[l]  # z = (1/n) sum_i C(y_i) + d_r
-        reply = self._compress(z, self.server_kappa)  # send C(z)
+        reply = self._compress(z)  # send C(z)
         self.d[l] = z - reply  # d_r = z - C(z)
         return reply
 
-    def _compress(self, y: Array, kappa: float) -> Array:
-        c = compress(y, self.block_size, kappa)
+    def _compress(self, y: Array) -> Array:
+        c = compress(y, self.block_size)
         # an exact 0 (and an all-zero block) has its sign for certain: fp32 computes the same 0
         unsure = (y != 0) & (c != 0)
         if unsure.any():

@@ -56,13 +56,13 @@ def floored(v: Array, phi: float) -> Array:
     return np.where(v == 0, w, np.maximum(v, phi**2 * w))
 
 
-def times_denominator(u: Array, vd: Array, k: int, b2: float, eps: float, bias_correction: bool) -> Array:
+def times_denominator(u: Array, vd: Array, k: float, b2: float, eps: float, bias_correction: bool) -> Array:
     """``u * (sqrt(vhat) + eps)``: what ``step_over`` has divided."""
     vhat = vd / (1 - b2**k) if bias_correction else vd
     return u * (np.sqrt(vhat) + eps)
 
 
-def step_over(update: Array, vd: Array, k: int, b2: float, eps: float, bias_correction: bool) -> Array:
+def step_over(update: Array, vd: Array, k: float, b2: float, eps: float, bias_correction: bool) -> Array:
     """``update / (sqrt(vhat) + eps)``, and 0 for a tensor whose second moments are all zero."""
     if not vd.any():
         return np.zeros_like(update)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from oracle.blocks import Array, Exchange, kappas
+from oracle.adam import gap_of_refreshes, updates_of_refresh
+from oracle.blocks import Array, Exchange
 from oracle.common import (
     Gradients,
     average,
@@ -30,8 +31,6 @@ class Lamb:
         c_avg: moving averages of the trust ratios ``c`` of the warm-up, per tensor.
         r: last scaling factors ``f``, per tensor.
         coeff: coefficient c of the last step, per tensor.
-        seen: (E, X) of every tensor with weights and gradients, in the steps in which it was measured since the freeze or the last
-            refresh.
         dense_steps: of the steps made, which were dense.
     """
 
@@ -57,11 +56,7 @@ class Lamb:
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: str = "followed",
-        ratio_interval: int = 2,
-        scale_factor: float | None = None,
-        server_scale_factor: float | None = None,
-        refresh_interval: int | str | None = None,
-        refresh_steps: int = 4,
+        refresh: str | None = None,
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -69,31 +64,23 @@ class Lamb:
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
-        self.followed, self.ratio_interval = trust_ratio == "followed", ratio_interval
-        self.nodes = n // ranks_per_node
+        self.followed = trust_ratio == "followed"
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
         self.v = [np.zeros(size) for size in sizes]
-        self.k = [0] * len(x)
+        self.k: list[float] = [0] * len(x)
         self.vfresh = [np.zeros(size) for size in sizes]
         self.c_avg = [0.0] * len(x)  # init: c_avg = 0, r = 1
         self.r = [1.0] * len(x)
-        self.refresh_interval = refresh_interval or ("auto" if self.followed else "never")
-        self.refresh_steps = refresh_steps
+        self.refresh = refresh or ("auto" if self.followed else "never")
         self.dense_steps: list[bool] = []
-        self.seen: list[list[tuple[float, float]]] = [[] for _ in x]
         self.c = [1.0] * len(x)  # of the next step
-        self.since = 0  # steps since the freeze or the last refresh
-        self.interval: int | None = None  # compressed steps before the refresh that is due or under way
+        self.learned = 0  # the last step in which v has learned
         # what the denominators are made of
         self.v_D, self.k_D = self.v, self.k
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
-        defaults = (1.0, 1.0)
-        if self.followed:
-            defaults = 1.5 if self.nodes >= 32 else 1.25, 1.5 if self.nodes >= 4 else 1.25
-        scales = kappas(defaults, scale_factor, server_scale_factor)
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, *scales)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
         self.steps = self.skipped = 0
         self.frozen = False
 
@@ -103,17 +90,13 @@ class Lamb:
         self.vfresh = [floored(v, self.phi) for v in self.v]
         self.c_avg = [1.0 if c == 0.0 else c for c in self.c_avg]  # every c was exactly 1: use c_avg = 1
         self.c = list(self.coeff)
-        self._new_denominators()
-
-    def _new_denominators(self) -> None:
-        self.v_D, self.k_D, self.since = [floored(v, self.phi) for v in self.v], list(self.k), 0
-        self.interval = self.refresh_interval if isinstance(self.refresh_interval, int) else None
-        self.seen = [[] for _ in self.x]
+        self.v_D, self.k_D, self.learned = [floored(v, self.phi) for v in self.v], list(self.k), self.steps
 
     @property
     def refreshing(self) -> bool:
-        """Whether the next step is a dense one of a refresh."""
-        return self.frozen and self.interval is not None and self.since >= self.interval
+        """Whether the next step is a refresh."""
+        due = self.steps + 1 - self.learned >= max(16, gap_of_refreshes(self.learned))
+        return self.frozen and self.refresh == "auto" and due
 
     def step(self, g: Gradients) -> None:
         """One step from the local gradients ``g[i][l]``."""
@@ -121,40 +104,27 @@ class Lamb:
             self.skipped += 1
             return
         g = flatten(g)
-        if self.refreshing and self.since == self.interval:  # v learns on from what the denominators are made of
-            self.v = list(self.v_D)
-        self.dense_steps.append(not self.frozen or self.refreshing)
+        refreshing = self.refreshing
+        self.dense_steps.append(not self.frozen or refreshing)
         factor = clip_factor(self._norm(g), self.max_norm)
-        measures = self.followed and self.frozen and not self.refreshing
-        measures &= self.since < 10 or (self.since + 1) % self.ratio_interval == 0
         for l in range(len(self.x)):
             if present(g, l):
                 self.t[l] += 1
                 local = [factor * a for a in zero_if_missing(g, l, self.x[l].size)]
                 if not self.frozen:
                     self._dense(l, np.mean(local, axis=0))
-                elif self.refreshing:
+                elif refreshing:
                     self._refresh(l, np.mean(local, axis=0))
+                    self._follow(l)
                 else:
-                    measured = self._products(l, local) if measures else None
                     self._compressed(l, local)
-                    if measured is not None:
-                        self._follow(l, *measured)
+                    if self.followed:
+                        self._follow(l)
         self.steps += 1
-        if not self.frozen:
-            if self.T_w is not None and self.steps >= self.T_w:
-                self.freeze()
-            return
-        self.since += 1
-        if self.interval is not None:
-            if self.since >= self.interval + self.refresh_steps:
-                self._new_denominators()
-        elif self.refresh_interval == "auto" and self.followed and self.since >= 50 and self.since % 10 == 0:
-            energies = [self._averages(seen)[0] for seen in self.seen if seen]
-            # after the first ten measurements of each
-            references = [self._averages(seen[:10])[0] for seen in self.seen if seen]
-            if sum(energies) > 1.3 * sum(references):
-                self.interval = self.since
+        if refreshing:
+            self.learned = self.steps
+        if not self.frozen and self.T_w is not None and self.steps >= self.T_w:
+            self.freeze()
 
     def _dense(self, l: int, g: Array) -> None:
         x = self.x[l]
@@ -213,49 +183,26 @@ class Lamb:
         self.x[l] = x - self.lr * self.c[l] * (step_over(self._mhat(l), *D) + self.wd * x)  # x -= lr*c*u
 
     def _refresh(self, l: int, g: Array) -> None:
-        """Momentum and v learn, v as if g had come s times; the step is by the denominators and the ratio there are."""
+        """Momentum and v learn, v as if g had come s times; the step is by the denominators that result and the ratio there is."""
         self.m[l] = self.b1 * self.m[l] + (1 - self.b1) * g
-        assert self.interval is not None
-        s = 1 + self.interval // self.refresh_steps
-        self.v[l] = self.b2**s * self.v[l] + (1 - self.b2**s) * g**2
+        s = updates_of_refresh(self.steps + 1 - self.learned, self.b2, self.k[l])
+        self.v[l] = self.b2**s * self.v_D[l] + (1 - self.b2**s) * g**2
         self.k[l] += s
+        self.v_D[l], self.k_D[l] = floored(self.v[l], self.phi), self.k[l]
         self.coeff[l] = self.c[l]
         update = step_over(self._mhat(l), *self._denominators(l)) + self.wd * self.x[l]
         self.x[l] = self.x[l] - self.lr * self.c[l] * update
 
-    def _products(self, l: int, g: Sequence[Array]) -> tuple[float, float]:
-        """E and X of this step, before it is made."""
-        D = self._denominators(l)
-        # of the means of nodes, where the exchange is hierarchical
-        h = [
-            step_over(a, *D) for a in np.mean(np.reshape(g, (self.nodes, self.n // self.nodes, self.x[l].size)), axis=1)
-        ]
-        s = step_over(self.m[l], *D)
-        return squared_norm(h) / self.nodes**2, float(np.mean([np.dot(s, a) for a in h]))
-
-    def _follow(self, l: int, E: float, X: float) -> None:
+    def _follow(self, l: int) -> None:
+        """c of the next step: ``clip(||x|| / sqrt(||up||^2 + (wd*||x||)^2))`` with 12 binary digits, 1 where a norm is 0."""
         norm = float(np.linalg.norm(self.x[l]))
-        if norm == 0 or E == 0:
-            return
-        self.seen[l].append((E, X))
-        E, X = self._averages(self.seen[l])
-        S = max(X, 0.0)
-        # ||s||^2 = b1^2 ||s||^2 + 2 b1 (1-b1) S + (1-b1)^2 ||mean_i h_i||^2, of which ||mean_i h_i||^2 = E + (1-1/n) S
-        square = (2 * self.b1 * S + (1 - self.b1) * (E + (1 - 1 / self.nodes) * S)) / (1 + self.b1)
-        if self.bias_correction:
-            square /= (1 - self.b1 ** self.t[l]) ** 2
-        U = np.sqrt(square + (self.wd * norm) ** 2)
-        self.c[l] = float(np.clip(norm / U, self.min_coeff, self.max_coeff)) if U > 0 else 1.0
+        up = step_over(self._mhat(l), *self._denominators(l))
+        U = float(np.sqrt(squared_norm([up]) + (self.wd * norm) ** 2))
+        c = float(np.clip(norm / U, self.min_coeff, self.max_coeff)) if norm > 0 and U > 0 else 1.0
+        digits, exponent = np.frexp(c)
+        self.c[l] = float(np.ldexp(np.round(digits * 2**12), exponent - 12))
 
-    def _averages(self, seen: Sequence[tuple[float, float]]) -> Array:
-        """Over 50 steps: means of as many as are measured in these, from there each new one counts by its share of them."""
-        weight = min(1.0, self.ratio_interval / 50)
-        average = np.array(seen[0])
-        for k, pair in enumerate(seen[1:], 2):
-            average += max(1 / k, weight) * (np.array(pair) - average)
-        return average
-
-    def _denominators(self, l: int) -> tuple[Array, int, float, float, bool]:
+    def _denominators(self, l: int) -> tuple[Array, float, float, float, bool]:
         return self.v_D[l], self.k_D[l], self.b2, self.eps, self.bias_correction
 
     def _mhat(self, l: int) -> Array:

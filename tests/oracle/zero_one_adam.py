@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from oracle.adam import shrunk
+from oracle.adam import gap_of_refreshes, updates_of_refresh
 from oracle.blocks import Array, Exchange, node_means
 from oracle.common import (
     Gradients,
@@ -16,7 +16,6 @@ from oracle.common import (
     flatten,
     floored,
     present,
-    squared_norm,
     step_over,
     times_denominator,
     zero_if_missing,
@@ -24,32 +23,21 @@ from oracle.common import (
 
 
 class VariancePolicy:
-    """``T_v``: the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``; the first refresh is at t = 1.
+    """``T_v``: the gap after a refresh at t is ``gap_of_refreshes(t)``; the first refresh is at t = 1.
 
-    A refresh at ``t <= rise_steps`` after which the gap would exceed 1 has the gap 1 after it, and is not one of the j, where its lr is
-    above the last one's, or was at such a refresh ``s`` with ``t < 4*s``, or where it is not yet the 32nd refresh.
+    Followed from there, the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``.
     """
 
-    def __init__(self, var_freeze_step: int, scaler: int = 16, rise_steps: int = 0) -> None:
-        self.var_freeze_step, self.scaler, self.rise_steps = var_freeze_step, scaler, rise_steps
-        self.j, self.next, self.lrs = 0, 1, [float("inf")]
-        self.rises: list[int] = []  # those s
+    def __init__(self, scaler: int = 16) -> None:
+        self.scaler, self.last, self.next = scaler, 0, 1
 
-    def __call__(self, t: int, lr: float = 1.0) -> bool:
+    def __call__(self, t: int) -> bool:
         """Whether step t refreshes v; asked once for every t = 1, 2, ... in turn."""
-        if t > self.var_freeze_step or t != self.next:
-            return False
-        self.lrs.append(lr)
-        gap = 2 ** (self.j // self.scaler)
-        if gap > 1 and t <= self.rise_steps:
-            if lr > self.lrs[-2]:
-                self.rises.append(t)
-            if any(t < 4 * s for s in self.rises) or len(self.lrs) - 1 < 32:
-                self.next = t + 1
-                return True
-        self.next = t + gap
-        self.j += 1
-        return True
+        return t >= self.next
+
+    def refreshed(self, t: int) -> None:
+        """Says that step t did."""
+        self.last, self.next = t, t + gap_of_refreshes(t, self.scaler)
 
 
 class SyncPolicy:
@@ -86,13 +74,6 @@ class SyncPolicy:
             return True
         return False
 
-    def step_back(self, t: int, lr: float) -> None:
-        """After step t the gap has one doubling less than it would have, or none."""
-        self.last = t
-        self.var_freeze_step = min(t, self.var_freeze_step + self.scaler)
-        if self.lr_at_freeze is not None:
-            self.lr_at_freeze = max(lr, self.lr_at_freeze / 2)
-
 
 class ZeroOneAdam:
     """n workers of 0/1 Adam; arguments as ``oracle.adam.Adam`` and the two policies.
@@ -119,7 +100,6 @@ class ZeroOneAdam:
         wd: float = 0.0,
         var_freeze_step: int = 100,
         var_update_scaler: int = 16,
-        var_rise_steps: int = 256,
         local_step_scaler: int = 32768,
         local_step_clipper: int = 16,
         local_step_policy: str = "interval",
@@ -127,11 +107,8 @@ class ZeroOneAdam:
         bias_correction: bool = True,
         block_size: int = 2048,
         phi: float = 0.1,
-        scale_factor: float = 1.0,
-        server_scale_factor: float | None = None,
-        preconditioned: bool | str = "auto",
-        refresh_interval: int | str = "auto",
-        refresh_steps: int = 4,
+        preconditioned: bool = True,
+        refresh: str = "auto",
         ranks_per_node: int = 1,
     ) -> None:
         start = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -139,8 +116,8 @@ class ZeroOneAdam:
         self.n, self.lr, self.b1, self.b2, self.eps, self.wd = n, lr, b1, b2, eps, wd
         self.var_freeze_step, self.bias_correction, self.phi = var_freeze_step, bias_correction, phi
         self.ranks_per_node, self.preconditioned = ranks_per_node, preconditioned
-        self.var_decay, self.refreshed = var_decay, 0  # and the step of the last refresh
-        self.T_v = VariancePolicy(var_freeze_step, var_update_scaler, var_rise_steps)
+        self.var_decay, self.refresh = var_decay, refresh
+        self.T_v = VariancePolicy(var_update_scaler)
         self.T_u = SyncPolicy(var_freeze_step, local_step_scaler, local_step_clipper, local_step_policy)
         self.xs = [[a.copy() for a in start] for _ in range(n)]
         self.ms = [[np.zeros(size) for size in sizes] for _ in range(n)]
@@ -150,24 +127,17 @@ class ZeroOneAdam:
         self.S = [0.0] * len(sizes)
         self.H = 0
         self.t = [0] * len(sizes)
-        self.k = [0] * len(sizes)
-        self.exchange = Exchange(sizes, n, block_size, ranks_per_node, scale_factor, server_scale_factor)
+        self.k: list[float] = [0] * len(sizes)
+        self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
         self.steps = self.skipped = 0
         self.compressed_once = False
         self.bounded = 0  # coordinates that local steps have moved by the bound
         self.kinds: list[str] = []  # what each step was: "refresh", "dense", "compressed", "sync", "local" or "relearn"
-        # after the freeze: what the denominators are made of, v and its updates then or at the end of the last "relearn" steps; steps
-        # since; how many of them there are before the next "relearn" steps; what synchronisations brought
-        self.frozen: tuple[list[Array], list[int]] | None = None
-        self.settled = False  # frozen, or refreshed 32 times
-        self.since, self.refresh_interval, self.refresh_steps = 0, refresh_interval, refresh_steps
-        self.interval: int | None = refresh_interval if isinstance(refresh_interval, int) else None
-        self.energies: list[float] = []
-        self.pending: float | None = None
+        # after the freeze: what the denominators are made of, v and its updates then or at the last "relearn" step
+        self.frozen: tuple[list[Array], list[float]] | None = None
         # tensors whose first gradient has come after the first one-bit round: after which of their steps that was, and after which they
-        # may join the exchange; the step after which their coming makes "relearn" steps due
+        # may join the exchange
         self.late: dict[int, tuple[int, int]] = {}
-        self.wanted: int | None = None
 
     @property
     def x(self) -> list[Array]:
@@ -186,16 +156,15 @@ class ZeroOneAdam:
             return
         g = flatten(g)
         self.steps += 1
-        refresh = self.T_v(self.steps, self.lr)
         local_stage = self.steps > self.var_freeze_step
         if local_stage and self.frozen is None:
-            self._freeze()
-        due = local_stage and self.interval is not None and self.since >= self.interval
-        relearn = due and self.T_u.last == self.steps - 1  # where workers are equal
-        if relearn and self.since == self.interval:
-            self.v = [self.v[l] if l in self.late else v.copy() for l, v in enumerate(self.frozen[0])]
+            self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
+        due = self.T_v(self.steps) and (not local_stage or self.refresh == "auto")
+        relearn = local_stage and due and self.T_u.last == self.steps - 1  # where workers are equal
+        refresh = due and not local_stage
         sync = relearn or self.T_u(self.steps, self.lr)
-        if local_stage and self.interval is not None and self.since + 1 >= self.interval:
+        # workers are to be equal before a refresh
+        if local_stage and self.refresh == "auto" and (due or self.T_v(self.steps + 1)):
             sync = True
         if sync:
             self.T_u.last = self.steps
@@ -224,13 +193,9 @@ class ZeroOneAdam:
                 getattr(self, "_" + kind)(l, zero_if_missing(g, l, self.v[l].size))
         if kind != "local":
             self.H = 0
-        if refresh:
-            self.refreshed = self.steps
-            if len(self.T_v.lrs) == 1 + 32:
-                self._settle()
-        if local_stage and (relearn or not due):
-            self._count_frozen(kind)
-        if not local_stage or (self.T_u.last == self.steps and (self.interval is None or self.since < self.interval + relearn)):
+        if refresh or relearn:
+            self.T_v.refreshed(self.steps)
+        if not local_stage or self.T_u.last == self.steps:
             self._join(local_stage)
 
     def _find_late(self, g: Gradients, kind: str, local_stage: bool) -> None:
@@ -239,7 +204,7 @@ class ZeroOneAdam:
             local = zero_if_missing(g, l, self.v[l].size)
             if cold and (np.mean(local, axis=0) if kind in ("refresh", "relearn", "dense") else np.array(local)).any():
                 self.late[l] = (self.t[l], self.t[l] + max(1, min(self.steps - 1, round(1 / (1 - self.b2)))))
-                self.wanted = self.steps - 1 + self.refresh_steps if local_stage else self.wanted
+                self.T_v.next = min(self.T_v.next, self.steps + 4)
 
     def _learn_alone(self, l: int, g: Sequence[Array]) -> None:
         """Adam, as torch.optim.AdamW has it, on the averaged gradient."""
@@ -256,47 +221,11 @@ class ZeroOneAdam:
             if self.t[l] >= ends and self.v[l].any():
                 del self.late[l]
                 self.k[l] = self.t[l] - begun
+                self.T_v.next = min(self.T_v.next, self.steps + 1)
                 if self.frozen is not None:
                     self.frozen[0][l], self.frozen[1][l] = floored(self.v[l], self.phi), self.k[l]
-                    self.wanted = self.steps
 
-    def _freeze(self) -> None:
-        """Denominators stay from here on."""
-        self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
-        self._settle()
-
-    def _settle(self) -> None:
-        """With "auto", what travels and what is owed is the change of the weights from here on: the freeze or the 32nd refresh."""
-        if self.preconditioned == "auto" and not self.settled:
-            for l in set(range(len(self.v))) - self.late.keys():
-                for residual in (*self.exchange.e, self.exchange.d):
-                    residual[l] = step_over(residual[l], *self._D(l))
-        self.settled = True
-
-    def _count_frozen(self, kind: str) -> None:
-        self.since += 1
-        if self.interval is not None:
-            if self.since >= self.interval + self.refresh_steps:
-                self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
-                self.since, self.energies, self.pending = 0, [], None
-                self.wanted = None if self.wanted is not None and self.steps >= self.wanted else self.wanted
-                self.interval = self.refresh_interval if isinstance(self.refresh_interval, int) else None
-                self.T_u.step_back(self.steps, self.lr)
-        elif self.refresh_interval == "auto":
-            if self.pending is not None:  # what a synchronisation brought counts when the next step has been made
-                self.energies.append(self.pending)
-            self.pending = None
-            if kind == "sync":
-                self.pending = sum(
-                    squared_norm([step_over(m, *self._D(l)) if self.preconditioned else m])
-                    for l, m in enumerate(self.m)
-                    if l not in self.late
-                )
-            wanted = self.wanted is not None and self.steps >= self.wanted and self.since >= 4 * self.refresh_steps
-            if shrunk(self.energies, self.since - 1) or wanted:  # a step alone follows where workers differ
-                self.interval = self.since + (kind == "local")
-
-    def _D(self, l: int) -> tuple[Array, int, float, float, bool]:
+    def _D(self, l: int) -> tuple[Array, float, float, float, bool]:
         """What denominators are made of: from the first compressed step on floored, in a refresh too, for m holds noise then."""
         if self.frozen is not None:
             vd, k = self.frozen[0][l], self.frozen[1][l]
@@ -312,7 +241,7 @@ class ZeroOneAdam:
 
     def _exchanged(self, l: int, c: Sequence[Array]) -> Array:
         """``exchange(c_i)``, or ``exchange(c_i/D)*D``, where what travels is the change of the weights."""
-        if not self.preconditioned or (self.preconditioned == "auto" and not self.settled):
+        if not self.preconditioned:
             return self.exchange(l, c)
         D = self._D(l)
         return times_denominator(self.exchange(l, [step_over(a, *D) for a in c]), *D)
@@ -326,20 +255,21 @@ class ZeroOneAdam:
         x, mean = self.xs[0][l], np.mean(g, axis=0)  # g = mean_i g_i (dense)
         m = self.b1 * self.ms[0][l] + (1 - self.b1) * mean  # m = b1 m + (1-b1) g
         # v = b2 v + (1-b2) g^2, or by "step" as often as steps have passed since the last refresh
-        times = self.steps - self.refreshed if self.var_decay == "step" else 1
+        times = updates_of_refresh(self.steps - self.T_v.last, self.b2, self.k[l]) if self.var_decay == "step" else 1
         self.v[l] = self.b2**times * self.v[l] + (1 - self.b2**times) * mean**2
         self.k[l] += times
         # x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
         self._set_all(l, m, x - self.lr * self.wd * x - self._over_denominator(l, self._lr_t(l) * m))
 
     def _relearn(self, l: int, g: Sequence[Array]) -> None:
+        assert self.frozen is not None
+        self.v[l] = self.frozen[0][l]  # v learns on from what denominators are made of
         x, mean = self.xs[0][l], np.mean(g, axis=0)
         m = self.b1 * self.ms[0][l] + (1 - self.b1) * mean
-        # the steps of a refresh count for all since the last one between them
-        times = 1 + self.interval // self.refresh_steps
+        times = updates_of_refresh(self.steps - self.T_v.last, self.b2, self.k[l]) if self.var_decay == "step" else 1
         self.v[l] = self.b2**times * self.v[l] + (1 - self.b2**times) * mean**2
         self.k[l] += times
-        # weights move by the denominators that there were
+        self.frozen[0][l], self.frozen[1][l] = floored(self.v[l], self.phi), self.k[l]
         self._set_all(l, m, x - self.lr * self.wd * x - self._over_denominator(l, self._lr_t(l) * m))
 
     def _dense(self, l: int, g: Sequence[Array]) -> None:
@@ -363,7 +293,7 @@ class ZeroOneAdam:
             self.u[i][l] = self.u[i][l] + lr_t * self.ms[i][l]  # u_i += lr_t*m_i
             # x_i -= lr*wd*x_i + clip(lr_t*m_i/(sqrt(vhat)+eps), -bound, bound) , bound = lr_t*max(1, (1-b1)/sqrt(1-b2))
             bound = lr_t * max(1.0, (1 - self.b1) / math.sqrt(1 - self.b2))
-            if self.preconditioned is False:  # as published
+            if not self.preconditioned:  # as published
                 bound = np.inf
             step = np.clip(self._over_denominator(l, lr_t * self.ms[i][l]), -bound, bound)
             self.xs[i][l] = self.xs[i][l] - self.lr * self.wd * self.xs[i][l] - step
