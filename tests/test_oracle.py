@@ -215,31 +215,10 @@ def test_lamb_factor_moves_slowly_within_its_bounds_and_the_blend_pulls_it_to_on
     assert abs(coefficients[1.0][3] - 1) < abs(coefficients[0.0][3] - 1)
 
 
-def test_scales_settle_at_the_largest_element() -> None:
-    """The table of docs/algorithms, section 2: whatever the factor, but with shorter residuals; from sqrt(3) on never."""
-
-    def settled(kappa: float) -> tuple[float, float, float]:
-        draw = np.random.default_rng(0)
-        lasting, e = draw.standard_normal(2048), np.zeros(2048)
-        seen = []
-        for _ in range(2000):
-            y = lasting + 0.3 * draw.standard_normal(2048) + e
-            sent = compress(y, 2048, kappa)
-            e = y - sent
-            seen.append((abs(sent[0]), np.sqrt(np.mean(e * e)), np.abs(e).max()))
-        scale, rms, largest = np.mean(seen[1000:], axis=0)
-        return round(scale, 1), round(rms, 1), round(largest)
-
-    table = {0.8: (3.9, 4.7, 183), 1.0: (3.9, 3.7, 132), 1.25: (3.9, 2.9, 82), 1.5: (3.9, 2.4, 31), 1.7: (9.3, 5.4, 9)}
-    for kappa, expected in table.items():
-        assert settled(kappa) == pytest.approx(expected, rel=0.02, abs=0.06)
-    assert settled(1.8)[0] > 1000
-
-
 @pytest.mark.parametrize(("scale", "expected"), [(0.5, 2.0), (2.0, 0.5)])
 def test_lamb_ratio_follows_the_length_of_updates(scale: float, expected: float) -> None:
     """Weights stand still here, so that nothing else moves it."""
-    ours = Lamb(start(), 2, lr=0.0, max_coeff=100.0, min_coeff=0.0, T_w=3, refresh_interval="never")
+    ours = Lamb(start(), 2, lr=0.0, max_coeff=100.0, min_coeff=0.0, T_w=3, refresh="never")
     g = gradients(0, 2)
     for _ in range(10 * 40):
         ours.step(g)
@@ -249,19 +228,6 @@ def test_lamb_ratio_follows_the_length_of_updates(scale: float, expected: float)
     assert ours.coeff == pytest.approx(
         [c * expected if x.size else 1.0 for c, x in zip(before, ours.x, strict=True)], rel=0.1
     )
-
-
-@pytest.mark.parametrize(("scale", "refreshes"), [(0.5, False), (0.9, False), (1.1, False), (1.2, True)])
-def test_lamb_refreshes_when_gradients_have_grown_by_a_factor_of_1_3_in_energy(scale: float, refreshes: bool) -> None:
-    ours = Lamb(start(), 2, lr=0.0, T_w=3)
-    g = gradients(0, 2)
-    for t in range(3 + 60 + 84):
-        ours.step([[(1.0 if t < 3 + 60 else scale) * a for a in worker] for worker in g])
-    dense = [t for t, d in enumerate(ours.dense_steps) if d]
-    assert dense[:3] == [0, 1, 2] and (len(dense) > 3) == refreshes
-    if refreshes:
-        first = dense[3]
-        assert first > 3 + 60 and (first - 3) % 10 == 0 and dense[3:7] == [first + k for k in range(4)]
 
 
 @pytest.mark.parametrize("trust_ratio", ["followed", "frozen"])
@@ -277,8 +243,11 @@ def test_lamb_survives_a_tensor_without_momentum(trust_ratio: str) -> None:
 
 
 def test_variance_policy_refreshes_in_doubling_gaps() -> None:
-    policy = VariancePolicy(60, scaler=16)
-    times = [t for t in range(1, 200) if policy(t)]
+    policy, times = VariancePolicy(scaler=16), []
+    for t in range(1, 61):
+        if policy(t):
+            policy.refreshed(t)
+            times.append(t)
     assert times == [*range(1, 18), *range(19, 50, 2), 53, 57]
 
 
@@ -296,10 +265,12 @@ def test_sync_policy_by_learning_rate_doubles_the_gap_with_every_halving() -> No
 def test_published_schedule() -> None:
     """152,511 steps, variance freeze at 12,500: published are 153 dense, 74,200 one-bit and 78,158 silent steps; ours within 1 %."""
     total, frozen = 152_511, 12_500
-    T_v, T_u = VariancePolicy(frozen, 16), SyncPolicy(frozen, 32_678, 16)
+    T_v, T_u = VariancePolicy(16), SyncPolicy(frozen, 32_678, 16)
     dense = one_bit = silent = 0
     for t in range(1, total + 1):
-        refresh, sync = T_v(t), T_u(t, 1.0)
+        refresh, sync = T_v(t) and t <= frozen, T_u(t, 1.0)
+        if refresh:
+            T_v.refreshed(t)
         dense += refresh
         one_bit += sync and not refresh
         silent += not sync
@@ -322,7 +293,7 @@ def test_zero_one_adam_refreshing_always_is_adam() -> None:
 def test_zero_one_adam_workers_part_in_local_steps_and_meet_at_synchronisations() -> None:
     ours = ZeroOneAdam(
         start(), 3, lr=0.01, wd=0.1, var_freeze_step=4, var_update_scaler=1, local_step_scaler=3, local_step_clipper=4,
-        var_rise_steps=0,
+        refresh="never",
     )
     for t in range(24):
         ours.step(gradients(t, 3))
@@ -337,7 +308,7 @@ def test_zero_one_adam_telescopes_in_parameter_space() -> None:
     """Without decay the weights moved by what was put into the exchanges, less what residuals still hold back, over a fixed denominator."""
     ours = ZeroOneAdam(
         *(start(), 2),
-        **dict(lr=0.01, var_freeze_step=2, local_step_scaler=2, local_step_clipper=4, preconditioned=False),
+        **dict(lr=0.01, var_freeze_step=2, local_step_scaler=2, local_step_clipper=4, preconditioned=False, refresh="never"),
         bias_correction=False,  # (lr_t is constant)
     )
     for t in range(2):
@@ -361,7 +332,7 @@ def test_zero_one_adam_telescopes_in_parameter_space() -> None:
 
 
 def test_zero_one_adam_with_lr_zero_makes_dense_rounds_that_leave_the_variance_alone() -> None:
-    ours = ZeroOneAdam(start(), 2, var_freeze_step=3, var_update_scaler=1, var_rise_steps=0, local_step_scaler=2)
+    ours = ZeroOneAdam(start(), 2, var_freeze_step=3, var_update_scaler=1, refresh="never", local_step_scaler=2)
     for t in range(8):
         ours.lr = 0.0 if t in (2, 4) else 0.01
         v = [a.copy() for a in ours.v]

@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import oracle
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_onebit.optim.policies import (
     IntervalPolicy,
     LearningRatePolicy,
-    ShrinkPolicy,
     VariancePolicy,
     make_sync_policy,
     replay_schedule,
 )
 
 
-def refreshes(policy: VariancePolicy, last: int, first: int = 1, lr: Any = lambda step: 1.0) -> list[int]:
+def refreshes(policy: VariancePolicy, last: int, first: int = 1) -> list[int]:
     seen = []
     for step in range(first, last + 1):
         if policy.due(step):
-            policy.record(step, lr(step))
+            policy.record(step)
             seen.append(step)
     return seen
 
@@ -48,63 +45,45 @@ def test_refresh_gap_doubles_after_every_scaler_refreshes() -> None:
     assert refreshes(VariancePolicy(1), 40) == [1, 2, 4, 8, 16, 32]
 
 
-def test_gaps_grow_when_the_lr_has_risen() -> None:
-    def warmed_up(step: int) -> float:
-        return min(step, 7) / 7
-
-    # 1 and 2 count, 3 to 39 do not: four times as many steps as lr rises in; then 40, and gaps of 2, 4 and 8
-    def slowly(step: int) -> float:
-        return min(step, 10) / 10
-
-    assert refreshes(VariancePolicy(2, rise_steps=64), 72, lr=slowly) == [*range(1, 41), 42, 44, 48, 52, 60, 68]
-    # no longer than it is told to: 8 counts too, and 9 is a refresh still; or 6, and 7 is none
-    assert refreshes(VariancePolicy(2, rise_steps=8), 40, lr=warmed_up) == [*range(1, 10), 11, 13, 17, 21, 29, 37]
-    assert refreshes(VariancePolicy(2, rise_steps=5), 60, lr=warmed_up) == [*range(1, 7), 8, 10, 14, 18, 26, 34, 50]
-    # a rise that ends before the first gap would grow changes nothing
-    assert refreshes(VariancePolicy(32, rise_steps=64), 80, lr=slowly) == refreshes(VariancePolicy(32), 80)
-    for policy in (VariancePolicy(2), VariancePolicy(2, rise_steps=1)):
-        assert refreshes(policy, 60, lr=warmed_up) == refreshes(VariancePolicy(2), 60)
-    # neither a lr that stays nor one that falls is one that rises
-    for lr in (lambda step: 1.0, lambda step: 1 / step):
-        assert refreshes(VariancePolicy(32, rise_steps=64), 80, lr=lr) == refreshes(VariancePolicy(32), 80)
+def test_a_schedule_entered_later_has_the_gaps_of_its_steps_and_the_least_one_at_least() -> None:
+    policy = VariancePolicy(16, least_gap=4)
+    policy.record(100)
+    assert refreshes(policy, 140, first=101) == [104, 108, 112, 116, 124, 132, 140]
+    assert VariancePolicy(16, least_gap=4).count(100, 140) == 7 and policy.refreshes == 8
+    early = VariancePolicy(16, least_gap=4)
+    early.record(10)
+    assert refreshes(early, 60, first=11) == [14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58]
 
 
-def test_gaps_grow_when_there_have_been_32_refreshes() -> None:
-    """Noise of one-bit rounds is divided by the variance: it is that of 32 gradients at least by then. Up to rise_steps, as with lr."""
-    assert refreshes(VariancePolicy(16, rise_steps=256), 70) == [*range(1, 33), *range(34, 65, 2), 68]
-    assert refreshes(VariancePolicy(1, rise_steps=256), 70) == [*range(1, 33), 34, 38, 46, 62]
-    assert refreshes(VariancePolicy(16, rise_steps=20), 70) == [*range(1, 22), *range(23, 54, 2), 57, 61, 65, 69]
-    for scaler, rise_steps in ((16, 256), (1, 256), (16, 20), (40, 256), (16, 0)):
-        policy = VariancePolicy(scaler, rise_steps)
-        kept = refreshes(policy, 100)
-        assert VariancePolicy.first_gap(scaler, rise_steps) == next(t for t in range(1, 100) if t not in kept)
-        assert policy.settled == (len(kept) >= 32)
+def test_a_refresh_that_is_missed_is_made_up_for_and_one_may_come_early() -> None:
+    policy = VariancePolicy(16)
+    policy.record(1000)
+    assert not policy.due(1031) and policy.due(1032) and policy.due(1040)
+    policy.bring_forward(1010)
+    policy.bring_forward(1020)
+    assert policy.due(1010) and not policy.due(1009)
 
 
-def test_a_rise_between_refreshes_counts_from_the_next_refresh_on() -> None:
-    """lr rises at 12 and 13; the refresh at 15 sees it, so those up to 18 do not count; 1, 2, 3, 5, 7, 11 and 19 do, and 27, 35."""
-    policy = VariancePolicy(2, rise_steps=18)
+def test_a_refresh_counts_for_all_steps_since_the_last_up_to_a_weight_of_a_sixteenth() -> None:
+    policy = VariancePolicy(16)
+    policy.record(1000)
+    assert policy.updates(1032, 0.999, 1000) == 32
+    # b2 remembers 20 steps: as Adam's own step where that weighs more
+    assert policy.updates(1032, 0.95, 1000) == pytest.approx(np.log(15 / 16) / np.log(0.95))
+    assert policy.updates(1032, 0.9, 1000) == policy.updates(1032, 0.0, 1000) == 1
+    # few updates so far: the weight that counts is that in the corrected moment
+    for b2, known in ((0.999, 100.0), (0.95, 60.0)):
+        s = policy.updates(2000, b2, known)
+        assert (1 - b2**s) / (1 - b2 ** (known + s)) == pytest.approx(1 / 16)
 
-    def lr(step: int) -> float:
-        return 1.0 + (step > 11) + (step > 12)
 
-    with mock.patch.object(VariancePolicy, "SETTLED", 0):  # (the other reason to wait)
-        assert refreshes(policy, 40, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 20), 27, 35]
-        assert (policy.done, policy.risen, policy.refreshes, policy.top) == (9, 4, 13, 15)
-        assert refreshes(VariancePolicy(2, rise_steps=64), 68, lr=lr) == [1, 2, 3, 5, 7, 11, *range(15, 61), 68]
-
-
-def test_gaps_that_wait_go_on_waiting_after_a_resume() -> None:
-    def lr(step: int) -> float:
-        return min(step, 9)
-
-    whole = refreshes(VariancePolicy(2, rise_steps=64), 60, lr=lr)
-    assert whole[:37] == [*range(1, 37), 38]
-    for cut in (4, 6, 9, 20, 33, 37, 41):
-        first, rest = VariancePolicy(2, rise_steps=64), VariancePolicy(2, rise_steps=64)
-        before = refreshes(first, cut, lr=lr)
-        rest.load_state_dict(first.state_dict())
-        assert before + refreshes(rest, 60, lr=lr, first=cut + 1) == whole
+def test_the_schedule_goes_on_where_it_was_after_a_resume() -> None:
+    whole = refreshes(VariancePolicy(2), 60)
+    for cut in (4, 6, 9, 20, 41):
+        first, rest = VariancePolicy(2), VariancePolicy(2)
+        before = refreshes(first, cut)
+        rest.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        assert before + refreshes(rest, 60, first=cut + 1) == whole
 
 
 def test_synchronisation_gap_doubles_every_scaler_steps_up_to_the_clipper() -> None:
@@ -149,95 +128,27 @@ def test_an_lr_that_halves_by_multiplication_reaches_its_power_of_two() -> None:
     clipper=st.integers(1, 20),
     freeze=st.integers(1, 150),
     steps=st.integers(1, 300),
-    rise=st.integers(0, 80),
-    wait=st.integers(0, 120),
+    refresh=st.booleans(),
 )
 def test_replay_counts_the_rounds_of_the_written_down_policies(
-    scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, rise: int, wait: int
+    scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, refresh: bool
 ) -> None:
     policy = make_sync_policy("interval", scaler=local_scaler, clipper=clipper)
     ours = replay_schedule(
-        steps,
-        var_freeze_step=freeze,
-        var_update_scaler=scaler,
-        policy=policy,
-        lr_warmup_steps=rise,
-        var_rise_steps=wait,
+        steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy, refresh=refresh
     )
-    t_v, t_u = oracle.VariancePolicy(freeze, scaler, wait), oracle.SyncPolicy(freeze, local_scaler, clipper)
+    t_v, t_u = oracle.VariancePolicy(scaler), oracle.SyncPolicy(freeze, local_scaler, clipper)
     theirs = {"dense": 0, "one_bit": 0, "silent": 0}
     for t in range(1, steps + 1):
-        refresh, sync = t_v(t, min(t, max(rise, 1)) / 100), t_u(t, 1.0)
-        theirs["dense" if refresh else "one_bit" if sync else "silent"] += 1
+        frozen, due = t > freeze, t_v(t) and (t <= freeze or refresh)
+        dense = due and (not frozen or t_u.last == t - 1)  # where ranks are equal
+        sync = t_u(t, 1.0) or (frozen and refresh and (due or t_v(t + 1)))
+        if sync or dense:
+            t_u.last = t
+        if dense:
+            t_v.refreshed(t)
+        theirs["dense" if dense else "one_bit" if sync else "silent"] += 1
     assert ours == theirs
-
-
-# ----- refreshes of frozen moments ----------------------------------------------------------------------------------------------------
-
-
-def shrinking(energies: Iterable[float]) -> ShrinkPolicy:
-    policy = ShrinkPolicy()
-    for energy in energies:
-        policy.record(energy)
-    return policy
-
-
-@given(
-    st.lists(st.floats(0.5, 2.0), min_size=95, max_size=130) | st.lists(st.floats(0.5, 2.0), max_size=130),
-    st.floats(1e-6, 1e6),
-)
-def test_a_refresh_is_due_when_the_average_has_fallen_by_a_fifth(energies: list[float], unit: float) -> None:
-    weights = [0.95**k for k in range(len(energies))]
-    averages = [np.average(energies[: k + 1][::-1], weights=weights[: k + 1]) for k in range(len(energies))]
-    policy = shrinking(energies)
-    assert policy.average == pytest.approx(averages[-1] if averages else 0.0)
-    falls = averages[-1] / max(averages[19:]) if len(averages) >= 20 else 1.0
-    assume(abs(falls - 0.8) > 1e-9)
-    for steps in (99, 100, 1000):
-        assert policy.due(steps) == (falls < 0.8 and steps >= 100)
-        assert shrinking(unit * energy for energy in energies).due(steps) == policy.due(steps)
-
-
-@pytest.mark.parametrize(("rate", "due"), [(1.0, False), (1.01, False), (0.99, True), (0.9, True), (0.0, True)])
-def test_only_what_shrinks_is_refreshed(rate: float, due: bool) -> None:
-    assert not shrinking(rate**k for k in range(99)).due(99), "too early"
-    assert shrinking(rate**k for k in range(100)).due(100) == due
-    # where not every step exchanges, 20 exchanges of a hundred steps and more will do
-    assert not shrinking(rate**k for k in range(19)).due(304) and not shrinking([]).due(304)
-    assert shrinking(rate ** (5 * k) for k in range(100)).due(500) == due
-    assert not shrinking([0.0] * 100).due(100)
-
-
-@given(st.lists(st.floats(0.0, 1e3), max_size=40), st.integers(0, 40))
-def test_shrink_policy_continues_from_its_state(energies: list[float], cut: int) -> None:
-    second = ShrinkPolicy()
-    second.load_state_dict(shrinking(energies[:cut]).state_dict())
-    for energy in energies[cut:]:
-        second.record(energy)
-    assert second == shrinking(energies)
-
-
-@given(scaler=st.integers(1, 6), rise=st.integers(0, 40), peak=st.integers(1, 50), cut=st.integers(0, 60))
-def test_variance_policy_continues_from_its_state(scaler: int, rise: int, peak: int, cut: int) -> None:
-    def lr(step: int) -> float:
-        return float(min(step, peak))
-
-    whole = refreshes(VariancePolicy(scaler, rise), 120, lr=lr)
-    first = VariancePolicy(scaler, rise)
-    seen = refreshes(first, cut, lr=lr)
-    second = VariancePolicy(scaler, rise)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert seen + refreshes(second, 120, first=cut + 1, lr=lr) == whole
-
-
-@given(scaler=st.integers(1, 6), cut=st.integers(0, 60))
-def test_a_variance_policy_of_an_earlier_release_knows_its_last_refresh(scaler: int, cut: int) -> None:
-    first, second = VariancePolicy(scaler), VariancePolicy(scaler + 1)
-    refreshes(first, cut)
-    state = first.state_dict()
-    del state["last_step"], state["risen"], state["lr"]
-    second.load_state_dict(state)
-    assert (second.last_step, second.next_step) == (first.last_step, first.next_step)
 
 
 @pytest.mark.parametrize("name", ["interval", "learning_rate"])
