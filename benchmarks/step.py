@@ -6,8 +6,7 @@
 
 ``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: gradient statistics, compress,
 server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for. "No skips" is
-``max_consecutive_skips=0``, which needs no statistics. "Measured" and "not measured" are 1-bit LAMB's with
-``ratio_interval=1`` and one that never comes; by default every second step is measured.
+``max_consecutive_skips=0``, which needs no statistics.
 """
 
 from __future__ import annotations
@@ -65,9 +64,6 @@ def local(
         "onebit, no skips, bf16 residuals": {"max_consecutive_skips": 0, "residual_dtype": "bfloat16"},
     }
     if algorithm == "onebit_lamb":
-        # of the norms that trust ratios follow: in every step, in none
-        variants["onebit step, measured"] = {"ratio_interval": 1}
-        variants["onebit step, not measured"] = {"ratio_interval": 10**9}
         variants["onebit step, published rule"] = {"trust_ratio": "frozen"}
     for size in bucket_mb:
         for name, options in variants.items():

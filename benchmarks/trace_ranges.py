@@ -62,8 +62,7 @@ def train(rank: int, folder: str, width: int, layers: int, batch: int, trace: st
         model.parameters(),
         lr=1e-4,
         freeze_step=FREEZE,
-        refresh_interval=INTERVAL,
-        refresh_steps=1,
+        refresh=INTERVAL,
         bucket_mb=4 * width**2 / 2**20,  # a layer's weights
     )
     data = torch.randn(batch, width, generator=torch.Generator().manual_seed(rank))

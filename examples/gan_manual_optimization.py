@@ -116,9 +116,9 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=chosen.devices,
-        # refresh_interval: four gradients say too little about a variance that goes on changing
+        # refresh: four gradients say too little about a variance that goes on changing
         strategy=ob.OnebitStrategy(
-            "onebit_adam", block_size=chosen.block_size, denominator_floor=0.1, refresh_interval="never"
+            "onebit_adam", block_size=chosen.block_size, denominator_floor=0.1, refresh="never"
         ),
         max_epochs=chosen.epochs,
         callbacks=[ob.callbacks.VarianceFreeze(step=chosen.freeze_step), ob.callbacks.CompressionStats()],

@@ -103,7 +103,12 @@ def fill(text: str, indent: str = "") -> str:
     lines = []
     for line in text.split("\n"):
         pieces = textwrap.wrap(
-            line, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, replace_whitespace=False
+            line,
+            WIDTH,
+            subsequent_indent=indent,
+            break_long_words=False,
+            break_on_hyphens=False,
+            replace_whitespace=False,
         )
         lines += [line] if len(line) <= WIDTH else pieces
     return "\n".join(lines)

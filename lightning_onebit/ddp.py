@@ -284,7 +284,9 @@ class _Hook:
     def end(self) -> None:
         """Tells the optimizers whose gradients have come averaged."""
         for optimizer in self._dense:
-            late = [p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in self._seen]
+            late = [
+                p for g in optimizer.param_groups for p in g["params"] if p.requires_grad and id(p) not in self._seen
+            ]
             if not late:
                 optimizer.gradients_are_averaged()
             elif not self._warned_late:
@@ -327,7 +329,9 @@ def _with_own_storage(_: Any, state_dict: dict[str, Any], *__: Any) -> None:
     """Copies weights that are shown as parts of one flat: safetensors would take them for one tensor under many names."""
     copies: dict[tuple[int, Any], Tensor] = {}
     for name, value in state_dict.items():
-        alone = not isinstance(value, Tensor) or value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        alone = (
+            not isinstance(value, Tensor) or value.untyped_storage().nbytes() == value.numel() * value.element_size()
+        )
         if not alone and not isinstance(value, torch.nn.Parameter):
             state_dict[name] = copies.setdefault((value.data_ptr(), value.shape), value.clone())  # tied ones stay tied
 

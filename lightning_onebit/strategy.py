@@ -144,7 +144,7 @@ class OnebitMixin(_Base):
         factor_threshold: see ``OnebitLamb``.
         trust_ratio: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``).
-        refresh: 1-bit Adam, 1-bit LAMB and 0/1 Adam: ``"auto"`` (default) or ``"never"``, see ``OnebitAdam``.
+        refresh: 1-bit Adam, 1-bit LAMB and 0/1 Adam: ``"auto"`` (default), ``"never"`` or compressed steps between two, see ``OnebitAdam``.
         var_freeze_step: 0/1 Adam, like the five that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.
@@ -220,7 +220,7 @@ class OnebitMixin(_Base):
         factor_threshold: float | None = None,
         trust_ratio: TrustRatio | None = None,
         preconditioned: bool | None = None,
-        refresh: RefreshRule | None = None,
+        refresh: int | RefreshRule | None = None,
         var_freeze_step: int | None = None,
         var_update_scaler: int | None = None,
         local_step_scaler: int | None = None,

@@ -35,7 +35,7 @@ CROSSING: dict[str, dict[str, Any]] = {
     "onebit_lamb": {"freeze_step": 4},
     # refreshes at t = 1, 2, 3, 5; gaps 1, 2 and 4 between synchronisations after step 6
     "zero_one_adam": {
-        **{"var_freeze_step": 6, "var_update_scaler": 2, "var_rise_steps": 0},
+        **{"var_freeze_step": 6, "var_update_scaler": 2},
         **{"local_step_scaler": 2, "local_step_clipper": 4},
     },
     "binsgdm": {},

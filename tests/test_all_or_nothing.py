@@ -24,7 +24,7 @@ STEPS = 10
 EVERYTHING = {
     **CROSSING,
     "onebit_adam sent early": {**CROSSING["onebit_adam"], "overlap": "backward"},
-    "onebit_adam in 16 bits": {**CROSSING["onebit_adam"], "refresh_interval": 3, "refresh_steps": 1},
+    "onebit_adam in 16 bits": {**CROSSING["onebit_adam"], "refresh": 3},
     "zero_one_adam in 16 bits": CROSSING["zero_one_adam"],
 }
 
@@ -233,7 +233,13 @@ def test_ctrl_c_waits_for_the_end_of_the_step_and_a_second_one_does_not(monkeypa
     with pytest.raises(KeyboardInterrupt):
         optimizer.step()
     assert optimizer.torn and signal.getsignal(signal.SIGINT) is handler
-    for refused in (optimizer.state_dict, optimizer.residual_state_dict, optimizer.step, optimizer.thaw, optimizer.synchronise):
+    for refused in (
+        optimizer.state_dict,
+        optimizer.residual_state_dict,
+        optimizer.step,
+        optimizer.thaw,
+        optimizer.synchronise,
+    ):
         with pytest.raises((TornStep, RuntimeError), match=r"step 3 did not end \(KeyboardInterrupt\)|freeze_step"):
             refused()
 

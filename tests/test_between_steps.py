@@ -493,8 +493,7 @@ def test_what_is_laid_out_in_inference_mode_serves_the_steps_after_it(
         params = [nn.Parameter(torch.ones(5 * 32)), nn.Parameter(torch.ones(40, dtype=torch.bfloat16))]
         options: Any = {
             "force_compression": True,
-            "refresh_interval": 3,
-            "refresh_steps": 2,
+            "refresh": 3,
             "denominator_dtype": "bfloat16",
         }
         optimizer = CLASSES[algorithm](params, lr=0.01, block_size=32, kernels=kernels, **options)  # type: ignore[call-arg]

@@ -335,7 +335,7 @@ def test_the_forecast_says_that_a_model_is_too_small_to_gain(said: list[str]) ->
 
 
 def test_the_forecast_counts_refreshes(said: list[str]) -> None:
-    FakeTrainer([large(refresh_interval=96, refresh_steps=4)], 1000).start(VarianceFreezeMixin(fraction=0.15))
+    FakeTrainer([large(refresh=96)], 1000).start(VarianceFreezeMixin(fraction=0.15))
     # 15 % and 4 % of the other 85 %
     assert "(w = 18.4%)" in said[0] and "refreshes 4.0% of the others" in said[0]
     assert volume_reduction(0.184, 32) == pytest.approx(4.78, abs=0.01) and "4.8x less is sent" in said[0]

@@ -266,7 +266,13 @@ def test_the_table_lists_steps_and_totals_per_optimizer(said: list[str]) -> None
     assert len(said) == 1
     rows = [re.split(r"\s\s+", line.strip()) for line in said[0].splitlines()]
     first = {row[0]: row[1] for row in rows if len(row) == 3}
-    expected = {"dense steps": "2", "compressed steps": "3", "skipped steps": "0", "sent": "2MB", "dense all-reduce": "56MB"}
+    expected = {
+        "dense steps": "2",
+        "compressed steps": "3",
+        "skipped steps": "0",
+        "sent": "2MB",
+        "dense all-reduce": "56MB",
+    }
     expected |= {"ratio": "28x", "waiting": "0.0 s"}
     assert {label: first[label] for label in expected} == expected
     assert sum("OnebitAdam 1" in line for line in said[0].splitlines()) == 2

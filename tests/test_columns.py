@@ -123,7 +123,9 @@ class Bar:
 def test_what_callbacks_say_fits_and_begins_below_the_progress_bar(
     optimizers: int, logged: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(probe, "measure_link", lambda n, **_: LinkMeasurement(n, n * 2e-8, n * 1e-9, n / 1e9, n, n // 30))
+    monkeypatch.setattr(
+        probe, "measure_link", lambda n, **_: LinkMeasurement(n, n * 2e-8, n * 1e-9, n / 1e9, n, n // 30)
+    )
     monkeypatch.setattr(probe, "dist", SimpleNamespace(get_backend=lambda: "gloo"))
     trainer, module = FakeTrainer([onebit_adam() for _ in range(optimizers)], 1000), FakeModule()
     trainer.progress_bar_callback = Bar()

@@ -20,7 +20,7 @@ from lightning_onebit.ddp import clip_grad_norm_, load_residuals, onebit_ddp, sa
 
 #: every algorithm through every kind of step: dense, compressed, refreshes after the freeze, local
 MAKERS: dict[str, Any] = {
-    "onebit_adam": lambda p: OnebitAdam(p, lr=1e-2, freeze_step=3, refresh_interval=3, refresh_steps=2),
+    "onebit_adam": lambda p: OnebitAdam(p, lr=1e-2, freeze_step=3, refresh=3),
     "onebit_lamb": lambda p: OnebitLamb(p, lr=1e-2, freeze_step=3),
     "zero_one_adam": lambda p: ZeroOneAdam(p, lr=1e-2, var_freeze_step=4, local_step_scaler=2, local_step_clipper=4),
     "binsgdm": lambda p: BinSGDM(p, lr=1e-3),
@@ -210,7 +210,9 @@ def refuse(rank: int, world: int) -> None:
         return OnebitAdam(model.parameters(), **{"freeze_step": 2, **options})
 
     model = wrapped()
-    with pytest.raises(TypeError, match=r"a Net, not a DistributedDataParallel.*`optimizer.step\(\)` communicates by itself"):
+    with pytest.raises(
+        TypeError, match=r"a Net, not a DistributedDataParallel.*`optimizer.step\(\)` communicates by itself"
+    ):
         onebit_ddp(model.module, adam(model))
     with pytest.raises(TypeError, match="SGD compresses nothing"):
         onebit_ddp(model, torch.optim.SGD(model.parameters(), lr=1e-2))
@@ -411,7 +413,11 @@ def test_a_run_goes_on_bit_for_bit_and_says_once_where_residuals_are_gone(algori
         assert all(map(torch.equal, before, after)) and lines == []
     if algorithm != "onebit_adam":
         return
-    for load, words in [("missing", "is missing"), ("other", "belongs to another model"), ("forgotten", "load_residuals(")]:
+    for load, words in [
+        ("missing", "is missing"),
+        ("other", "belongs to another model"),
+        ("forgotten", "load_residuals("),
+    ]:
         (_, lines), (_, quiet) = run_ranks(train_and_save, 2, folder, algorithm, STEPS, load)
         assert len(lines) == 1 and words in lines[0] and "start from zero" in lines[0]
         assert quiet == []

@@ -441,11 +441,11 @@ def constant_worker(group: Any, rank: int, algorithm: str, steps: int, state: di
     kind, options = {
         "onebit_adam": (ob.OnebitAdam, {"freeze_step": 3}),
         # a refresh begins at step 7 and ends with step 9
-        "onebit_adam, refreshing": (ob.OnebitAdam, {"freeze_step": 3, "refresh_interval": 3, "refresh_steps": 3}),
+        "onebit_adam, refreshing": (ob.OnebitAdam, {"freeze_step": 3, "refresh": 3}),
         "onebit_lamb": (ob.OnebitLamb, {"freeze_step": 3}),
-        "onebit_lamb, refreshing": (ob.OnebitLamb, {"freeze_step": 3, "refresh_interval": 3, "refresh_steps": 3}),
+        "onebit_lamb, refreshing": (ob.OnebitLamb, {"freeze_step": 3, "refresh": 3}),
         # refreshes at 1, 2, 4, 8, ...: v has had fewer updates than there were steps
-        "zero_one_adam": (ob.ZeroOneAdam, {"var_freeze_step": 12, "var_update_scaler": 1, "var_rise_steps": 0}),
+        "zero_one_adam": (ob.ZeroOneAdam, {"var_freeze_step": 12, "var_update_scaler": 1}),
     }[algorithm]
     optimizer: Any = kind(params, lr=1e-4, denominator_floor=0.0, block_size=32, process_group=group, **options)
     if state is not None:
@@ -489,7 +489,7 @@ def test_the_bias_correction_of_second_moments_survives_worlds_of_two_and_one(al
 def half_worker(group: Any, rank: int, state: Any, first: int, last: int, **options: Any) -> Any:
     """0/1 Adam where every second coordinate never has a gradient (rows of an embedding that are not used); one-bit rounds come early."""
     p = torch.nn.Parameter(torch.zeros(256) if state is None else state[0].clone())
-    optimizer = ob.ZeroOneAdam([p], lr=1e-3, process_group=group, var_rise_steps=0, **options)
+    optimizer = ob.ZeroOneAdam([p], lr=1e-3, process_group=group, **options)
     if state is not None:
         optimizer.load_state_dict(state[1])
     return half_steps(p, optimizer, rank, first, last)
@@ -509,7 +509,7 @@ def half_steps(p: torch.nn.Parameter, optimizer: Any, rank: int, first: int, las
         ({}, 30),
         ({"var_decay": "refresh"}, 30),
         # saved in the second step of a refresh after the freeze
-        ({"var_freeze_step": 20, "var_decay": "refresh", "refresh_interval": 8}, 30),
+        ({"var_freeze_step": 20, "var_decay": "refresh", "refresh": 8}, 30),
     ],
 )
 def test_unused_coordinates_stay_bounded_where_one_rank_or_adamw_goes_on_from_one_bit_rounds(
@@ -546,7 +546,7 @@ COLD = {
     "onebit_adam": (ob.OnebitAdam, {"preconditioned": False}),
     "onebit_lamb": (ob.OnebitLamb, {"trust_ratio": "frozen"}),
     # refreshes at 1, 2, 4, 8, 16
-    "zero_one_adam": (ob.ZeroOneAdam, {"var_update_scaler": 1, "var_rise_steps": 0}),
+    "zero_one_adam": (ob.ZeroOneAdam, {"var_update_scaler": 1}),
 }
 COLD_STEPS = 12
 

@@ -69,7 +69,9 @@ def sent() -> int:
 def prepare(rank: int, world: int, folder: str) -> bool:
     counted = own_network(rank, folder)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true", TRANSFORMERS_VERBOSITY="error")
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT="1", ACCELERATE_USE_CPU="true", TRANSFORMERS_VERBOSITY="error"
+    )
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_PROGRESS_BARS="1")
     return counted
 
@@ -96,7 +98,9 @@ def adapters() -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(4)
-    return get_peft_model(gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM"))
+    return get_peft_model(
+        gpt2(), LoraConfig(r=4, target_modules=["c_attn"], fan_in_fan_out=True, task_type="CAUSAL_LM")
+    )
 
 
 def sentences(count: int = 64) -> list[dict[str, Tensor]]:
@@ -107,12 +111,20 @@ def sentences(count: int = 64) -> list[dict[str, Tensor]]:
 # ----- Trainer -------------------------------------------------------------------------------------------------------------
 
 
-def trainer(folder: str, model: Any, *, optimizer: Any = None, made_by: Any = None, steps: int = STEPS, **options: Any) -> Any:
+def trainer(
+    folder: str, model: Any, *, optimizer: Any = None, made_by: Any = None, steps: int = STEPS, **options: Any
+) -> Any:
     from transformers import Trainer, TrainingArguments
 
     chosen = {"per_device_train_batch_size": 4, "max_steps": steps, "save_strategy": "no", "report_to": [], **options}
     args = TrainingArguments(
-        output_dir=folder, logging_steps=1, disable_tqdm=True, use_cpu=True, seed=1, dataloader_pin_memory=False, **chosen
+        output_dir=folder,
+        logging_steps=1,
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=1,
+        dataloader_pin_memory=False,
+        **chosen,
     )
     how = {"optimizers": (optimizer, None)} if optimizer is not None else {}
     if made_by is not None:
@@ -145,7 +157,14 @@ def train_and_resume(rank: int, folder: str) -> dict[str, Any]:
         heard, where = Heard(), f"{folder}/{name}"
         # a Trainer changes the arguments it is given
         whole = onebit_trainer(
-            trainer(where, make(), made_by=(made_by[0], dict(made_by[1])), save_strategy="steps", save_steps=SAVED, **options)
+            trainer(
+                where,
+                make(),
+                made_by=(made_by[0], dict(made_by[1])),
+                save_strategy="steps",
+                save_steps=SAVED,
+                **options,
+            )
         )
         whole.train()
         optimizer = inner(whole)
@@ -245,7 +264,9 @@ def accelerate(rank: int, folder: str) -> dict[str, Any]:
     def run(first: int, steps: int, *, resume: bool, save: int | None = None) -> tuple[list[Tensor], Any]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        optimizer = ZeroOneAdam(model.parameters(), lr=1e-3, var_freeze_step=3, local_step_scaler=1, local_step_clipper=4)
+        optimizer = ZeroOneAdam(
+            model.parameters(), lr=1e-3, var_freeze_step=3, local_step_scaler=1, local_step_clipper=4
+        )
         model, wrapper = accelerator.prepare(model, optimizer)
         onebit_accelerate(accelerator, model)
         if resume:

@@ -71,9 +71,7 @@ def fit(pl: Any, algorithm: str, folder: str, at: At, every: int) -> None:
     saving = pl.callbacks.ModelCheckpoint(
         folder, "{step}", every_n_train_steps=every, save_top_k=-1, save_last=True, save_on_exception=True
     )
-    strategy = strategy_class()(
-        algorithm, force_compression=True, block_size=32, bucket_mb=5e-4, **OPTIONS[algorithm]
-    )
+    strategy = strategy_class()(algorithm, force_compression=True, block_size=32, bucket_mb=5e-4, **OPTIONS[algorithm])
     module = make_module(pl, configure, plain_net, training_step=training_step, validation_step=None)
     trainer = quiet_trainer(
         pl, strategy, enable_checkpointing=True, callbacks=[Begin(), saving], max_steps=STEPS, devices=1
@@ -122,7 +120,9 @@ def campaign(rank: int, world: int, folder: str, seeds: range) -> dict[str, Any]
     for seed in seeds:
         draws = random.Random(seed)
         algorithm, how = draws.choice(list(OPTIONS)), draws.choice([*SIGNALS, "time-out"])
-        where = "time-out" if how == "time-out" else draws.choice(["lightning_onebit/optim", "lightning_onebit/optim", ""])
+        where = (
+            "time-out" if how == "time-out" else draws.choice(["lightning_onebit/optim", "lightning_onebit/optim", ""])
+        )
         if algorithm not in undisturbed:
             there = Path(folder, algorithm)
             assert in_a_child(pl, algorithm, str(there), At("SIGINT", None), 1) == 0

@@ -29,7 +29,7 @@ import lightning_onebit as ob
 
 saves_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
 LOCAL = {
-    **{"var_freeze_step": 3, "var_update_scaler": 1, "var_rise_steps": 0},
+    **{"var_freeze_step": 3, "var_update_scaler": 1},
     **{"local_step_scaler": 2, "local_step_clipper": 4},
 }
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -111,7 +111,12 @@ def half_rank(rank: int, world: int, algorithm: str) -> dict[str, Any]:
         compressed.append(optimizer.ledger.compressed_steps)
         ends.append(dict(module.state_dict()))
         for state in optimizer.state_dict()["state"].values():
-            places = ("live", "denominators_by", "denominators_at", "momentum_layout")  # no numbers that training computes with
+            places = (
+                "live",
+                "denominators_by",
+                "denominators_at",
+                "momentum_layout",
+            )  # no numbers that training computes with
             dtypes |= {value.dtype for name, value in state.items() if name not in places}
         dtypes |= {value.dtype for value in optimizer.residual_state_dict()["tensors"].values()}
     return {"different": differing(*ends), "dtypes": dtypes, "compressed": compressed, "defaults": defaults}
@@ -127,15 +132,14 @@ def test_manual_optimization_in_half_precision_is_automatic_optimization_bit_for
 
 
 REFRESHING = {
-    "onebit_adam": {"freeze_step": 2, "refresh_interval": 3, "refresh_steps": 2},
-    "onebit_lamb": {"freeze_step": 2, "refresh_interval": 3, "refresh_steps": 2},
+    "onebit_adam": {"freeze_step": 2, "refresh": 3},
+    "onebit_lamb": {"freeze_step": 2, "refresh": 3},
     # two steps of a variance, a synchronisation, a step alone, a synchronisation that comes for the refresh
     "zero_one_adam": {
         "var_freeze_step": 2,
         "local_step_scaler": 1,
         "local_step_clipper": 4,
-        "refresh_interval": 3,
-        "refresh_steps": 2,
+        "refresh": 3,
     },
 }
 

@@ -76,8 +76,8 @@ ONE_BIT = {"var_freeze_step": 2, "local_step_clipper": 1}
             2.0,
         ),
         # between refreshes nothing more
-        ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 1}, 7, 8.125, 4.0),
-        ("OnebitLamb", {"freeze_step": 2, "refresh_interval": 2, "refresh_steps": 1}, 7, 8.125, 4.0),
+        ("OnebitAdam", {"freeze_step": 2, "refresh": 2}, 7, 8.125, 4.0),
+        ("OnebitLamb", {"freeze_step": 2, "refresh": 2}, 7, 8.125, 4.0),
         ("OnebitLamb", {"freeze_step": 2}, 4, 8.125, 4.0),
         ("OnebitLamb", {"freeze_step": 2, "denominator_dtype": "bfloat16"}, 4, 6.125, 4.0),
         # ... and fresh second moments 4
@@ -110,15 +110,15 @@ def test_an_optimizer_holds_the_documented_bytes_per_parameter(
     ("algorithm", "options", "steps", "most"),
     [
         # r 4, residual 4, m 4, v 4; and buckets of averaged gradients 4
-        ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2}, 6, 20),
-        ("OnebitLamb", {"freeze_step": 2, "refresh_interval": 2}, 6, 20),
-        ("OnebitAdam", {"freeze_step": 2, "refresh_interval": 2, "denominator_dtype": "bfloat16"}, 6, 18),
+        ("OnebitAdam", {"freeze_step": 2, "refresh": 2}, 6, 20),
+        ("OnebitLamb", {"freeze_step": 2, "refresh": 2}, 6, 20),
+        ("OnebitAdam", {"freeze_step": 2, "refresh": 2, "denominator_dtype": "bfloat16"}, 6, 18),
         # r 2, residual 2
         (
             "OnebitAdam",
             {
                 "freeze_step": 2,
-                "refresh_interval": 2,
+                "refresh": 2,
                 "denominator_dtype": "bfloat16",
                 "residual_dtype": "bfloat16",
             },
@@ -126,8 +126,8 @@ def test_an_optimizer_holds_the_documented_bytes_per_parameter(
             16,
         ),
         # after local steps, whose accumulated update and anchor are given back
-        ("ZeroOneAdam", {**LOCAL, "refresh_interval": 3}, 7, 20),
-        ("ZeroOneAdam", {**ONE_BIT, "refresh_interval": 3}, 7, 20),
+        ("ZeroOneAdam", {**LOCAL, "refresh": 3}, 7, 20),
+        ("ZeroOneAdam", {**ONE_BIT, "refresh": 3}, 7, 20),
     ],
 )
 def test_within_a_refresh_moments_are_held_beside_denominators(
@@ -135,5 +135,5 @@ def test_within_a_refresh_moments_are_held_beside_denominators(
 ) -> None:
     """The most that these ever hold, beside the server residual, 4/n (2/n in bf16)."""
     server = 2 if options.get("residual_dtype") == "bfloat16" else 4
-    for _, held, phase in run_ranks(memory_rank, world, algorithm, {**options, "refresh_steps": 3}, steps):
+    for _, held, phase in run_ranks(memory_rank, world, algorithm, {**options}, steps):
         assert held == pytest.approx(most + server / world, abs=SMALL), phase

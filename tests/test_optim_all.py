@@ -33,7 +33,7 @@ from optim_support import (
 )
 from torch import Tensor
 
-from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
+from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim import moments, zero_one_adam
 from lightning_onebit.optim.redistribute import Redistribution
@@ -48,7 +48,7 @@ RULES = {
     "zero_one_adam, preconditioned": ("zero_one_adam", {"preconditioned": True}),
     "zero_one_adam, as published": (
         "zero_one_adam",
-        {"preconditioned": False, "var_decay": "refresh", "refresh_interval": "never", "var_rise_steps": 0},
+        {"preconditioned": False, "var_decay": "refresh", "refresh": "never"},
     ),
 }
 STEPS = 16
@@ -80,7 +80,7 @@ def test_sixty_four_ranks_follow_the_oracle(algorithm: str) -> None:
 
     1-bit Adam and 1-bit LAMB with the scales that many ranks have.
     """
-    options = {"refresh_interval": 6, "refresh_steps": 2}
+    options = {"refresh": 6}
     made = problem(algorithm, options, steps=24, seed=CROWD_SEEDS[algorithm])
     seen: list[Any] = []
     # 0/1 Adam's workers have weights of their own
@@ -101,63 +101,6 @@ def test_sixty_four_ranks_follow_the_oracle(algorithm: str) -> None:
         for rank in range(64):
             np.testing.assert_allclose(e[rank][l], simulated.exchange.e[rank][l], atol=2e-4)
         np.testing.assert_allclose(d[l], simulated.exchange.d[l], atol=2e-4)
-
-
-def weights_of_many(algorithm: str, ranks: int, ranks_per_node: int, options: dict[str, Any]) -> np.ndarray:
-    """After some compressed steps on random gradients, of rank 0."""
-    freeze = {"var_freeze_step" if algorithm == "zero_one_adam" else "freeze_step": 2}
-
-    def run(group: SimulatedGroup) -> np.ndarray:
-        p = torch.nn.Parameter(torch.linspace(-1, 1, 70))
-        optimizer = CLASSES[algorithm]([p], lr=0.01, block_size=32, **freeze, **options)
-        optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
-        draws = torch.Generator().manual_seed(1 + group.rank)
-        for _ in range(6):
-            p.grad = torch.randn(70, generator=draws)
-            optimizer.step()
-        return p.detach().numpy()
-
-    return SimulatedWorld(ranks, timeout=60).run(run)[0]
-
-
-SCALES = ((1.0, 1.0), (1.25, 1.25), (1.25, 1.5), (1.5, 1.5))
-ROOT_MEAN_SQUARE, EVEN, SERVERS_MORE, BOTH_MORE = SCALES
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "options", "ranks", "ranks_per_node", "scales"),
-    [
-        ("onebit_adam", {}, 31, 1, ROOT_MEAN_SQUARE),
-        ("onebit_adam", {}, 32, 1, BOTH_MORE),
-        ("onebit_adam", {}, 32, 8, ROOT_MEAN_SQUARE),
-        ("onebit_adam", {"preconditioned": False}, 32, 1, ROOT_MEAN_SQUARE),
-        ("onebit_lamb", {}, 3, 1, EVEN),
-        ("onebit_lamb", {}, 4, 1, SERVERS_MORE),
-        ("onebit_lamb", {}, 6, 2, EVEN),
-        ("onebit_lamb", {}, 31, 1, SERVERS_MORE),
-        ("onebit_lamb", {}, 32, 1, BOTH_MORE),
-        ("onebit_lamb", {}, 32, 8, SERVERS_MORE),
-        ("onebit_lamb", {"trust_ratio": "frozen"}, 32, 1, ROOT_MEAN_SQUARE),
-        ("zero_one_adam", {}, 32, 1, ROOT_MEAN_SQUARE),
-    ],
-)
-def test_default_scales_follow_the_number_of_workers(
-    algorithm: str, options: dict[str, Any], ranks: int, ranks_per_node: int, scales: tuple[float, float]
-) -> None:
-    where = (algorithm, ranks, ranks_per_node)
-    by_default = weights_of_many(*where, options)
-    for own, servers in SCALES:
-        given = weights_of_many(*where, {**options, "scale_factor": own, "server_scale_factor": servers})
-        assert np.array_equal(by_default, given) == ((own, servers) == scales)
-    # the workers' alone given: servers have the same; the servers' alone: workers keep theirs
-    for given, both in (
-        ({"scale_factor": 1.1}, (1.1, 1.1)),
-        ({"server_scale_factor": 1.1}, (scales[0], 1.1)),
-    ):
-        whole = {"scale_factor": both[0], "server_scale_factor": both[1]}
-        np.testing.assert_array_equal(
-            weights_of_many(*where, {**options, **given}), weights_of_many(*where, {**options, **whole})
-        )
 
 
 # ----- frozen parameters ------------------------------------------------------------------------------------------------------------
@@ -682,7 +625,7 @@ def redistributed_worker(group: Any, rank: int, world: int, made: Problem, ranks
     ("algorithm", "rule"),
     [
         *((algorithm, {}) for algorithm in RULES),
-        ("onebit_adam", {"refresh_interval": 3, "refresh_steps": 2}),
+        ("onebit_adam", {"refresh": 3}),
         ("onebit_lamb", {"trust_ratio": "frozen"}),
         ("binsgdm", {"server": "random"}),
         ("binsgdm", {"server": "mean"}),
@@ -731,7 +674,7 @@ LONG: dict[str, tuple[dict[str, Any], int]] = {
     "onebit_lamb": ({"freeze_step": 20}, 20),
     # refreshes at 1 to 17 and 19; gap 1, then 2 from step 31 on, then 4 from step 41 on
     "zero_one_adam": (
-        {"var_freeze_step": 20, "var_rise_steps": 0, "local_step_scaler": 10, "local_step_clipper": 4},
+        {"var_freeze_step": 20, "local_step_scaler": 10, "local_step_clipper": 4},
         18,
     ),
     "binsgdm": ({}, 0),
@@ -806,7 +749,7 @@ def test_a_layer_may_be_unfrozen_while_a_group_is_added_after_the_freeze(algorit
     def train(group: Any, begins: int) -> list[Tensor]:
         params = layers()
         params[0].requires_grad_(False)
-        optimizer = problem(algorithm, {"refresh_interval": "never"}).build(params[:3], process_group=group)
+        optimizer = problem(algorithm, {"refresh": "never"}).build(params[:3], process_group=group)
         go(optimizer, params[:3], range(16), group.rank)
         if begins == 16:
             params[0].requires_grad_(True)
@@ -896,7 +839,7 @@ def test_a_layer_that_joins_0_1_adam_behind_its_last_refresh_is_refreshed_at_onc
         first = params[1:] if added else params
         optimizer = ZeroOneAdam(
             *(first, 0.01),
-            **dict(process_group=group, var_freeze_step=40, var_update_scaler=1, var_rise_steps=0, block_size=32),
+            **dict(process_group=group, var_freeze_step=40, var_update_scaler=1, block_size=32),
         )
         go(optimizer, first, range(34), group.rank)
         assert not optimizer.variance_policy.due(41), "no refresh is left before the freeze"
@@ -1044,7 +987,7 @@ def test_saved_state_of_16_bit_parameters_continues_bit_for_bit(algorithm: str) 
 #: rules of the algorithms that have denominators, the published ones among them
 DIVIDING = [
     *((rule, {}) for rule in RULES if not rule.startswith("binsgdm")),
-    ("onebit_adam", {"preconditioned": False, "refresh_interval": "never"}),
+    ("onebit_adam", {"preconditioned": False, "refresh": "never"}),
     ("onebit_lamb", {"trust_ratio": "frozen"}),
 ]
 

@@ -16,14 +16,12 @@ from optim_support import equal, run_world, whole_state
 from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.comm.transport import Pending
 from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, Phase
-from lightning_onebit.optim.policies import IntervalPolicy, LearningRatePolicy, ShrinkPolicy
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 OPTIONS: Any = {
     "lr": 0.01,
     "var_freeze_step": 3,
     "var_update_scaler": 1,
-    "var_rise_steps": 0,
     "local_step_scaler": 1,
     "local_step_clipper": 8,
     "block_size": 32,
@@ -256,7 +254,7 @@ def test_clipping_is_the_same_where_no_step_may_be_skipped() -> None:
 
 def _thawed(group: Any, rank: int, world: int) -> torch.Tensor:
     p = torch.nn.Parameter(torch.ones(90))
-    optimizer = OnebitAdam([p], lr=0.01, block_size=32, refresh_interval="never", process_group=group)
+    optimizer = OnebitAdam([p], lr=0.01, block_size=32, refresh="never", process_group=group)
     draws = torch.Generator().manual_seed(rank)
     for t in range(7):
         p.grad = torch.randn(90, generator=draws)
@@ -424,34 +422,9 @@ def test_a_thaw_forgets_the_fresh_second_moments() -> None:
     assert set(optimizer.state_dict()["state"][0]) == {"exp_avg", "exp_avg_sq", "step"}
 
 
-def test_a_shrink_policy_knows_its_highest_average_from_a_window_on() -> None:
-    policy = ShrinkPolicy()
-    for _ in range(20):
-        policy.record(1.0)
-    assert policy.highest == pytest.approx(1.0)
-
-
-def test_an_interval_takes_back_one_doubling() -> None:
-    policy = IntervalPolicy(clipper=16, scaler=100)
-    policy.start(10, lr=1e-3)
-    policy.step_back(20, lr=1e-3)  # no doubling yet to take back: as if frozen here
-    assert [policy.gap(t, 1e-3) for t in (120, 121)] == [1, 2]
-    policy.step_back(250, lr=1e-3)
-    assert [policy.gap(t, 1e-3) for t in (220, 221)] == [1, 2]
-
-
-def test_a_gap_of_learning_rates_takes_nothing_back_where_there_is_none() -> None:
-    policy = LearningRatePolicy(clipper=16)
-    policy.start(10, lr=1e-3)
-    policy.step_back(20, lr=1e-3)
-    assert policy.gap(21, 5e-4) == 2
-
-
 def _refreshing16(group: Any, rank: int, world: int) -> bool:
     p = torch.nn.Parameter(torch.ones(90, dtype=torch.bfloat16))
-    optimizer = OnebitAdam(
-        [p], lr=0.1, freeze_step=2, refresh_interval=3, refresh_steps=2, block_size=32, process_group=group
-    )
+    optimizer = OnebitAdam([p], lr=0.1, freeze_step=2, refresh=3, block_size=32, process_group=group)
     draws = torch.Generator().manual_seed(rank)
     same = []
     for _ in range(9):
@@ -508,7 +481,7 @@ def test_residuals_owe_their_scales_from_step_to_step_and_nobody_sees_it() -> No
 
     def run(kernels: str, idle: bool) -> tuple[list[Any], list[int]]:
         params = [torch.nn.Parameter(torch.ones(5 * 64)), torch.nn.Parameter(torch.ones(64 + 30))]
-        options: Any = {"freeze_step": 1, "block_size": 64, "force_compression": True, "refresh_interval": "never"}
+        options: Any = {"freeze_step": 1, "block_size": 64, "force_compression": True, "refresh": "never"}
         optimizer = OnebitAdam(params, lr=0.01, kernels=kernels, **options)
         draws = torch.Generator().manual_seed(4)
         seen, owing = [], []

@@ -546,7 +546,7 @@ def test_a_group_that_joins_between_one_bit_rounds_costs_the_others_nothing_but_
         ({"var_decay": "step", "var_freeze_step": 0}, ValueError, "var_freeze_step=0"),
         ({"preconditioned": "auto"}, TypeError, "preconditioned='auto'"),
         ({"preconditioned": 1}, TypeError, "preconditioned=1"),
-        ({"refresh": 10}, ValueError, "refresh=10 is unknown"),
+        ({"refresh": 0}, ValueError, "refresh=0"),
     ],
 )
 def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: type[Exception], words: str) -> None:
@@ -562,7 +562,11 @@ VOCABULARY, WIDTH = 4096, 32
 def vocabulary_worker(group: Any, rank: int, world: int, make: Any) -> float:
     """A tiny language model, trained for 30 steps of 64 tokens per rank: most rows of its embedding have a gradient in few of them."""
     draw = torch.Generator().manual_seed(0)
-    embedding, mix, norm = torch.nn.Embedding(VOCABULARY, WIDTH), torch.nn.Linear(WIDTH, WIDTH), torch.nn.LayerNorm(WIDTH)
+    embedding, mix, norm = (
+        torch.nn.Embedding(VOCABULARY, WIDTH),
+        torch.nn.Linear(WIDTH, WIDTH),
+        torch.nn.LayerNorm(WIDTH),
+    )
     embedding.weight.data.normal_(std=0.02, generator=draw)
     mix.weight.data.normal_(std=0.2, generator=draw)
     mix.bias.data.zero_()
@@ -628,7 +632,9 @@ def test_the_published_rule_refuses_a_young_variance_whose_noise_would_move_weig
     with pytest.raises(ValueError, match=words):
         run_world(frozen_young, 2, 10, 100.0, options)
     assert run_world(frozen_young, 2, 10, 1.0, options) == [Phase.LOCAL] * 2  # an even one
-    assert run_world(frozen_young, 2, 32, 100.0, {**options, "var_update_scaler": 31}) == [Phase.LOCAL] * 2  # a settled one
+    assert (
+        run_world(frozen_young, 2, 32, 100.0, {**options, "var_update_scaler": 31}) == [Phase.LOCAL] * 2
+    )  # a settled one
     options["preconditioned"] = True
     assert run_world(frozen_young, 2, 10, 100.0, options) == [Phase.LOCAL] * 2
 

@@ -292,7 +292,14 @@ def test_zero_one_adam_refreshing_always_is_adam() -> None:
 
 def test_zero_one_adam_workers_part_in_local_steps_and_meet_at_synchronisations() -> None:
     ours = ZeroOneAdam(
-        start(), 3, lr=0.01, wd=0.1, var_freeze_step=4, var_update_scaler=1, local_step_scaler=3, local_step_clipper=4,
+        start(),
+        3,
+        lr=0.01,
+        wd=0.1,
+        var_freeze_step=4,
+        var_update_scaler=1,
+        local_step_scaler=3,
+        local_step_clipper=4,
         refresh="never",
     )
     for t in range(24):
@@ -308,7 +315,9 @@ def test_zero_one_adam_telescopes_in_parameter_space() -> None:
     """Without decay the weights moved by what was put into the exchanges, less what residuals still hold back, over a fixed denominator."""
     ours = ZeroOneAdam(
         *(start(), 2),
-        **dict(lr=0.01, var_freeze_step=2, local_step_scaler=2, local_step_clipper=4, preconditioned=False, refresh="never"),
+        **dict(
+            lr=0.01, var_freeze_step=2, local_step_scaler=2, local_step_clipper=4, preconditioned=False, refresh="never"
+        ),
         bias_correction=False,  # (lr_t is constant)
     )
     for t in range(2):

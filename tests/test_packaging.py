@@ -258,7 +258,13 @@ def test_readme_lists_the_options_of_the_strategy_with_their_defaults() -> None:
     own = keyword_defaults(OnebitMixin.__init__)
     handed_on = {name for algorithm in ALGORITHMS.values() for name in algorithm.options}
     # those of DDP's are no options: docs/troubleshooting.md has what replaces them
-    ddp = {"find_unused_parameters", "static_graph", "gradient_as_bucket_view", "model_averaging_period", "bucket_cap_mb"}
+    ddp = {
+        "find_unused_parameters",
+        "static_graph",
+        "gradient_as_bucket_view",
+        "model_averaging_period",
+        "bucket_cap_mb",
+    }
     ddp |= {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"}
     expected = {name: default for name, default in own.items() if name not in handed_on | ddp}
     assert option_table("Options of `OnebitStrategy`") == {"algorithm": "onebit_adam", **expected}

@@ -134,9 +134,7 @@ def test_replay_counts_the_rounds_of_the_written_down_policies(
     scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, refresh: bool
 ) -> None:
     policy = make_sync_policy("interval", scaler=local_scaler, clipper=clipper)
-    ours = replay_schedule(
-        steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy, refresh=refresh
-    )
+    ours = replay_schedule(steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy, refresh=refresh)
     t_v, t_u = oracle.VariancePolicy(scaler), oracle.SyncPolicy(freeze, local_scaler, clipper)
     theirs = {"dense": 0, "one_bit": 0, "silent": 0}
     for t in range(1, steps + 1):

@@ -34,12 +34,12 @@ def ranges(make: type[OnebitOptimizer], **options: object) -> list[set[str]]:
 
 
 def test_a_profiler_sees_the_parts_of_every_kind_of_step() -> None:
-    steps = ranges(OnebitAdam, freeze_step=1, refresh_interval=3, refresh_steps=1)
+    steps = ranges(OnebitAdam, freeze_step=1, refresh=3)
     compressed = {"control", "pack", "reduce", "exchange", "apply"}
     assert steps[0] == {"control", "exchange", "apply"}, "dense"
     assert steps[1] == steps[2] == steps[3] == compressed
     assert steps[4] == {"control", "exchange", "apply", "refresh"}
-    early = ranges(OnebitAdam, freeze_step=1, overlap="backward", refresh_interval="never")
+    early = ranges(OnebitAdam, freeze_step=1, overlap="backward", refresh="never")
     assert early[1] >= compressed - {"control"}
     local = ranges(ZeroOneAdam, var_freeze_step=1, local_step_scaler=1, local_step_clipper=4)
     assert compressed - {"pack", "reduce"} in local[1:], "a local step, which waits in the control round only"

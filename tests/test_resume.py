@@ -41,7 +41,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero_one_adam": {
         "var_freeze_step": 4,
         "var_update_scaler": 1,
-        "var_rise_steps": 0,
         "local_step_scaler": 1,
         "local_step_clipper": 4,
     },

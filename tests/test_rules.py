@@ -23,7 +23,9 @@ def test_one_bit_adam_of_the_study_is_the_librarys(monkeypatch: pytest.MonkeyPat
     dense = rules.run_one("tiny", "adamw", 2e-2, 1)
     assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-3)
     assert mine["curve"] == pytest.approx(theirs["curve"], abs=1e-3)
-    assert dense["curve"][:6] == pytest.approx(mine["curve"][:6], abs=1e-4), "the same weights and data until the freeze"
+    assert dense["curve"][:6] == pytest.approx(mine["curve"][:6], abs=1e-4), (
+        "the same weights and data until the freeze"
+    )
     assert abs(dense["loss"] - mine["loss"]) > 0.02
 
 

@@ -192,7 +192,11 @@ def saved_until_killed(rank: int, world: int, folder: str, elsewhere: str) -> tu
     while True:
         pid = os.fork()
         if pid == 0:
-            at = At("SIGKILL", number, ("shutil.py", "checkpoint.py", "cloud_io.py", "implementations/local.py", "tempfile.py"))
+            at = At(
+                "SIGKILL",
+                number,
+                ("shutil.py", "checkpoint.py", "cloud_io.py", "implementations/local.py", "tempfile.py"),
+            )
             at.begin()
             saving.save_checkpoint({"number": number, "x": torch.ones(5000)}, path)
             os._exit(0)

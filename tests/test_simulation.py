@@ -20,7 +20,7 @@ SHAPES = ((5, 33), (7,), (0,), (1,), (3, 65))
 ALGORITHMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "onebit_adam": (OnebitAdam, {"freeze_step": 4, "weight_decay": 0.1, "max_grad_norm": 1.0}),
     "onebit_lamb": (OnebitLamb, {"freeze_step": 4, "weight_decay": 0.1}),
-    "zero_one_adam": (ZeroOneAdam, {"var_freeze_step": 8, "var_rise_steps": 0, "var_update_scaler": 2, "local_step_scaler": 4}),
+    "zero_one_adam": (ZeroOneAdam, {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 4}),
     "binsgdm": (BinSGDM, {"weight_decay": 0.1}),
 }
 

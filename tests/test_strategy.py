@@ -95,8 +95,19 @@ def test_the_strategy_has_a_typed_keyword_for_every_option_of_every_algorithm_an
         "ranks_per_node",
         "strict_residuals",
     ]
-    own += ["find_unused_parameters", "static_graph", "gradient_as_bucket_view", "model_averaging_period", "bucket_cap_mb"]
-    own += ["ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "others"]  # DDP's, answered with what there is instead
+    own += [
+        "find_unused_parameters",
+        "static_graph",
+        "gradient_as_bucket_view",
+        "model_averaging_period",
+        "bucket_cap_mb",
+    ]
+    own += [
+        "ddp_comm_hook",
+        "ddp_comm_state",
+        "ddp_comm_wrapper",
+        "others",
+    ]  # DDP's, answered with what there is instead
     parameters = inspect.signature(strategy_class()).parameters
     options = {name: p for name, p in parameters.items() if name not in own}
     assert set(options) == set().union(*(algorithm.options for algorithm in ALGORITHMS.values()))

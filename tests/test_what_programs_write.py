@@ -212,10 +212,10 @@ def test_a_state_of_the_compressed_stage_without_a_parameter_that_has_made_steps
 #: besides CROSSING: refreshes, both forms of the momentum, both trust ratios
 READ: dict[str, tuple[str, dict[str, Any]]] = {
     **{algorithm: (algorithm, {}) for algorithm in CLASSES},
-    "refreshed": ("onebit_adam", {"refresh_interval": 3, "refresh_steps": 2}),
+    "refreshed": ("onebit_adam", {"refresh": 3}),
     "published": ("onebit_adam", {"preconditioned": False}),
     "frozen ratios": ("onebit_lamb", {"trust_ratio": "frozen"}),
-    "local, refreshed": ("zero_one_adam", {"refresh_interval": 4}),
+    "local, refreshed": ("zero_one_adam", {"refresh": 4}),
 }
 
 
@@ -520,7 +520,6 @@ def lrs(*values: float) -> list[dict[str, Any]]:
 
 
 LOCAL: dict[str, Any] = {"local_step_policy": "learning_rate", "local_step_scaler": 32768, "local_step_clipper": 8}
-RISING: dict[str, Any] = {"var_freeze_step": 60, "var_update_scaler": 2, "var_rise_steps": 50}
 #: algorithm, first step with other options, the options by rank, those of the optimizer, the step that says so
 PARTED: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "1-bit Adam": ("onebit_adam", 7, lrs(0.01, 0.005), {}, 7),
@@ -534,7 +533,6 @@ PARTED: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "a gap that grows on one rank": ("zero_one_adam", 8, lrs(0.001, 0.01), LOCAL, 8),
     "0 on one rank": ("zero_one_adam", 8, lrs(0.0, 0.01), LOCAL, 8),
     "0 on the other rank": ("zero_one_adam", 4, lrs(0.01, 0.0), {}, 4),
-    "a rise on one rank": ("zero_one_adam", 3, lrs(0.01, 0.02), RISING, 3),
 }
 
 

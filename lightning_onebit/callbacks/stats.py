@@ -428,7 +428,9 @@ class CompressionStatsMixin:
         for first in range(1, len(columns), OPTIMIZERS_ABREAST):
             part = [columns[0], *columns[first : first + OPTIMIZERS_ABREAST]]
             widths = [max(map(len, column)) for column in part]
-            rows = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in zip(*part, strict=True)]
+            rows = [
+                "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in zip(*part, strict=True)
+            ]
             lines += [rows[0], "-" * len(rows[0]), *rows[1:]]
         return "\n".join([*lines, *notes])
 

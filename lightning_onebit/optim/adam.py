@@ -48,9 +48,10 @@ class OnebitAdam(CompressingAdam):
             in compressed ones).
         preconditioned: compress the momentum divided by its denominators, so that every coordinate gets compression noise in
             proportion to the step it would take; False: the momentum itself, as published.
-        refresh: ``"auto"``: after the freeze single dense steps refresh the second moments, on the schedule of 0/1 Adam: at step t
-            the gap between two of them is t/16 to t/32 steps, so that they cost ever less. ``"never"``: the second moments stay as
-            they froze, as published. A refresh holds 8 bytes per parameter more while it lasts.
+        refresh: compressed steps from one refresh of the frozen second moments, a dense step, to the next, >= 1. ``"auto"``: the
+            schedule of 0/1 Adam, but 15 compressed steps at least: about a sixteenth to a thirty-second of the steps so far, so
+            that refreshes cost ever less. ``"never"``: the second moments stay as they froze, as published. A refresh holds 8
+            bytes per parameter more while it lasts.
         denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times the root of their
             tensor's mean second moment (of those that are not 0).
         process_group: ranks that train together; None: the default group.
@@ -96,7 +97,7 @@ class OnebitAdam(CompressingAdam):
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
         preconditioned: bool = True,
-        refresh: RefreshRule = "auto",
+        refresh: int | RefreshRule = "auto",
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float | None = None,

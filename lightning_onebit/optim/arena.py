@@ -490,9 +490,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._group_of = [g for g, group in enumerate(self.param_groups) for _ in group["params"]]
         self._compressed_groups = [group["compress"] for group in self.param_groups]
         self._t = [counts.get(id(p), 0) for p in self._params]
-        takes_part = [
-            i for i, p in enumerate(self._params) if id(p) in known or (newcomers and p.requires_grad)
-        ]
+        takes_part = [i for i, p in enumerate(self._params) if id(p) in known or (newcomers and p.requires_grad)]
         compressed = [i for i in takes_part if self._group(i)["compress"]]
         order = {i: slot for slot, i in enumerate(self._slots)} if in_order else {}
         self._slots = sorted(compressed, key=lambda i: (order.get(i, len(order)), i))

@@ -114,7 +114,7 @@ class OnebitLamb(CompressingAdam):
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: TrustRatio = "followed",
-        refresh: RefreshRule | None = None,
+        refresh: int | RefreshRule | None = None,
         bias_correction: bool = True,
         block_size: int = 2048,
         max_grad_norm: float | None = None,

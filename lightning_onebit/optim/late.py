@@ -107,7 +107,9 @@ class LateParameters(AdamMoments):
         """Makes ``.grad`` of parameters of one dtype the average over ranks, clipped, in one all-reduce."""
         assert self._transport is not None
         params = [self._params[i] for i in indices]
-        flat = torch.cat([memory_order(torch.empty_like(p).copy_(self._grad(i))) for i, p in zip(indices, params, strict=True)])
+        flat = torch.cat(
+            [memory_order(torch.empty_like(p).copy_(self._grad(i))) for i, p in zip(indices, params, strict=True)]
+        )
         flat.mul_(1.0 / self._ranks().size)
         what = f"dense average of {len(indices)} tensors that learn after the freeze, {self.name_of(indices[0])} first"
         self._transport.all_reduce(flat, what=what).wait()

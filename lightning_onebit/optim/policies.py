@@ -29,6 +29,7 @@ class VariancePolicy:
     Attributes:
         scaler: refreshes after which the gap doubles (``var_update_scaler``).
         least_gap: smallest gap; after a dense warm-up more than 1, so that most steps are compressed.
+        interval: steps from any refresh to the next one, in the place of the schedule; None: the schedule.
         last_step: the last step in which second moments have learned; 0 before the first.
         next_step: step of the next refresh.
         refreshes: number of refreshes so far.
@@ -45,6 +46,7 @@ class VariancePolicy:
 
     scaler: int = REFRESHES_PER_DOUBLING
     least_gap: int = 1
+    interval: int | None = None
     last_step: int = 0
     next_step: int = 1
     refreshes: int = 0
@@ -60,7 +62,23 @@ class VariancePolicy:
 
     def gap(self, step: int) -> int:
         """Steps from a refresh at ``step`` to the next one."""
+        if self.interval is not None:
+            return self.interval
         return max(self.least_gap, 1 << (1 + (step - 1) // self.scaler).bit_length() - 1)
+
+    def freeze(self, step: int, interval: int | None, *, learned: bool) -> None:
+        """Says that second moments freeze after ``step``.
+
+        Args:
+            step: the last one before the freeze.
+            interval: of refreshes from here on; None: the schedule.
+            learned: whether they have learned in that step, as in all of a dense warm-up.
+        """
+        self.interval = interval
+        if learned:
+            self.record(step)
+        elif interval is not None:
+            self.next_step = step + interval
 
     def updates(self, step: int, b2: float, known: float) -> float:
         """For how many updates of a second moment a refresh at ``step`` counts: all steps since the last one, within a bound.

@@ -13,7 +13,7 @@ from lightning_onebit.comm.ranges import ranged
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.late import LateParameters
-from lightning_onebit.optim.options import CommonOptions, check_choice
+from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
 from lightning_onebit.optim.policies import REFRESHES_PER_DOUBLING, VariancePolicy
 from lightning_onebit.optim.rules import fp32_zeros_like
 
@@ -26,7 +26,11 @@ class RefreshingAdam(LateParameters):
     """Base of the optimizers whose second moments are refreshed by dense steps on 0/1 Adam's schedule; see ``OnebitAdam``."""
 
     def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
-        check_choice("refresh", settings["refresh"], choices(RefreshRule))
+        refresh = settings["refresh"]
+        if isinstance(refresh, str):
+            check_choice("refresh", refresh, choices(RefreshRule))
+        else:
+            check_integer("refresh", refresh, least=1)
         least_gap = REFRESHES_PER_DOUBLING if self._has_dense_warm_up else 1
         self.variance_policy = VariancePolicy(settings.get("var_update_scaler", REFRESHES_PER_DOUBLING), least_gap)
         super().__init__(params, defaults, options, settings)
@@ -37,7 +41,13 @@ class RefreshingAdam(LateParameters):
 
     @property
     def _refreshes(self) -> bool:
-        return bool(self.settings["refresh"] == "auto")
+        return bool(self.settings["refresh"] != "never")
+
+    @property
+    def _interval(self) -> int | None:
+        """Steps from a refresh after the freeze to the next, where the user has said how many are compressed between them."""
+        refresh = self.settings["refresh"]
+        return None if isinstance(refresh, str) else refresh + 1
 
     def _refresh_within(self, steps: int) -> bool:
         """Whether one of the next ``steps`` steps is a refresh of frozen second moments."""
@@ -87,8 +97,7 @@ class RefreshingAdam(LateParameters):
                 now.view(-1, bucket.block_size)[mask] = whole.view(-1, bucket.block_size)[mask]
 
     def _freeze_now(self) -> None:
-        if self._has_dense_warm_up:
-            self.variance_policy.record(self._steps)  # second moments have learned so far
+        self.variance_policy.freeze(self._steps, self._interval, learned=self._has_dense_warm_up)
         super()._freeze_now()
 
     def _advance(self) -> None:
@@ -116,6 +125,7 @@ class RefreshingAdam(LateParameters):
             self.variance_policy.load_state_dict(books["variance_policy"])
         else:
             self.variance_policy.record(self._steps)  # a state of plain Adam
+        self.variance_policy.interval = None if phase is Phase.WARMUP else self._interval
         super()._load_phase(phase, books, saved)
 
 

@@ -14,7 +14,9 @@ Handler: TypeAlias = "Callable[[int, FrameType | None], Any]"
 
 # those whose handlers raise, or save: Ctrl-C, the end of a job, a batch system's warning. SIGINT comes first, see __enter__
 _SIGNALS = [
-    int(getattr(signal, name)) for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP") if hasattr(signal, name)
+    int(getattr(signal, name))
+    for name in ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP")
+    if hasattr(signal, name)
 ]
 
 
@@ -82,7 +84,9 @@ class signals_held:
             self.release()
         elif self._held:
             self._later(self)
-            self.release({signal.SIGTERM})  # whose handler in Lightning sets a flag, which is looked at between two batches
+            self.release(
+                {signal.SIGTERM}
+            )  # whose handler in Lightning sets a flag, which is looked at between two batches
 
     def release(self, numbers: Collection[int] | None = None, *, ended: bool = False) -> None:
         """Puts handlers back, and handles the signals that have waited.
@@ -155,7 +159,9 @@ class Wholeness:
         elif self.checkpoint is None:
             remedy = "This run has no checkpoint to go on from"
         else:
-            remedy = "Go on from the last good checkpoint: load its weights, and its optimizer state by load_state_dict()"
+            remedy = (
+                "Go on from the last good checkpoint: load its weights, and its optimizer state by load_state_dict()"
+            )
         return TornStep(
             f"{name}: {self.under_way} did not end{ended}. Weights, momentum and residuals are partly those before it and partly those "
             f"after it, so they are not saved and training cannot go on from them. {remedy}"

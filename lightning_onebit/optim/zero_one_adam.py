@@ -142,7 +142,7 @@ class ZeroOneAdam(RefreshingAdam):
         max_grad_norm: float | None = None,
         denominator_floor: float = 0.1,
         preconditioned: bool = True,
-        refresh: RefreshRule = "auto",
+        refresh: int | RefreshRule = "auto",
         process_group: dist.ProcessGroup | None = None,
         force_compression: bool = False,
         bucket_mb: float | None = None,
@@ -274,7 +274,9 @@ class ZeroOneAdam(RefreshingAdam):
         for slot, i in enumerate(self._slots):
             p = self._params[i]
             anchor = self._known_plan().view(self._flat["anchor"], slot, p)
-            self._hidden.setdefault(i, p.data)  # (there already, where a signal has broken the last call or the way back)
+            self._hidden.setdefault(
+                i, p.data
+            )  # (there already, where a signal has broken the last call or the way back)
             p.data = anchor if p.dtype == anchor.dtype else torch.empty_like(p.data).copy_(anchor)
         self._showing = True
 
@@ -328,6 +330,7 @@ class ZeroOneAdam(RefreshingAdam):
     def _freeze_now(self) -> None:
         if not self.settings["preconditioned"] and self.variance_policy.refreshes < SETTLED:
             self._refuse_noise()
+        self.variance_policy.freeze(self._steps, self._interval, learned=False)
         self._phase = Phase.LOCAL
         self._decision = None
         self._state_shown.renew()
@@ -642,7 +645,10 @@ class ZeroOneAdam(RefreshingAdam):
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
     def _abandon_step(self) -> None:
-        self._hidden, self._showing = {}, False  # the weights that are shown are those the state that is loaded belongs to
+        self._hidden, self._showing = (
+            {},
+            False,
+        )  # the weights that are shown are those the state that is loaded belongs to
         super()._abandon_step()
 
     def residual_state_dict(self) -> dict[str, Any]:

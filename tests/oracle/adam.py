@@ -53,7 +53,8 @@ class Adam:
         block_size: elements per block.
         phi: denominator floor.
         preconditioned: m/D travels, with D the denominators, rather than m.
-        refresh: "auto": after the freeze single dense steps refresh v, ``gap_of_refreshes`` apart but 16 steps at least; "never".
+        refresh: "auto": after the freeze dense steps refresh v, ``gap_of_refreshes`` apart but 16 steps at least; a number: so many
+            compressed steps between them; "never".
         max_norm: clip the global norm.
         compressed: per tensor, False for one that stays dense for ever (``compress=False``).
         ranks_per_node: hierarchical exchange.
@@ -74,7 +75,7 @@ class Adam:
         block_size: int = 2048,
         phi: float = 0.1,
         preconditioned: bool = True,
-        refresh: str = "auto",
+        refresh: int | str = "auto",
         max_norm: float | None = None,
         compressed: Sequence[bool] | None = None,
         ranks_per_node: int = 1,
@@ -110,8 +111,8 @@ class Adam:
     @property
     def refreshing(self) -> bool:
         """Whether the next step is a refresh."""
-        due = self.steps + 1 - self.learned >= max(16, gap_of_refreshes(self.learned))
-        return self.frozen and self.refresh == "auto" and due
+        gap = max(16, gap_of_refreshes(self.learned)) if isinstance(self.refresh, str) else self.refresh + 1
+        return self.frozen and self.refresh != "never" and self.steps + 1 - self.learned >= gap
 
     def step(self, g: Gradients) -> None:
         """One step from the local gradients ``g[i][l]``."""

@@ -56,7 +56,7 @@ class Lamb:
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
         trust_ratio: str = "followed",
-        refresh: str | None = None,
+        refresh: int | str | None = None,
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -95,8 +95,8 @@ class Lamb:
     @property
     def refreshing(self) -> bool:
         """Whether the next step is a refresh."""
-        due = self.steps + 1 - self.learned >= max(16, gap_of_refreshes(self.learned))
-        return self.frozen and self.refresh == "auto" and due
+        gap = max(16, gap_of_refreshes(self.learned)) if isinstance(self.refresh, str) else self.refresh + 1
+        return self.frozen and self.refresh != "never" and self.steps + 1 - self.learned >= gap
 
     def step(self, g: Gradients) -> None:
         """One step from the local gradients ``g[i][l]``."""

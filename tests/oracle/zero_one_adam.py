@@ -108,7 +108,7 @@ class ZeroOneAdam:
         block_size: int = 2048,
         phi: float = 0.1,
         preconditioned: bool = True,
-        refresh: str = "auto",
+        refresh: int | str = "auto",
         ranks_per_node: int = 1,
     ) -> None:
         start = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -159,12 +159,14 @@ class ZeroOneAdam:
         local_stage = self.steps > self.var_freeze_step
         if local_stage and self.frozen is None:
             self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
-        due = self.T_v(self.steps) and (not local_stage or self.refresh == "auto")
+            if not isinstance(self.refresh, str):
+                self.T_v.next = self.steps + self.refresh
+        due = self.T_v(self.steps) and (not local_stage or self.refresh != "never")
         relearn = local_stage and due and self.T_u.last == self.steps - 1  # where workers are equal
         refresh = due and not local_stage
         sync = relearn or self.T_u(self.steps, self.lr)
         # workers are to be equal before a refresh
-        if local_stage and self.refresh == "auto" and (due or self.T_v(self.steps + 1)):
+        if local_stage and self.refresh != "never" and (due or self.T_v(self.steps + 1)):
             sync = True
         if sync:
             self.T_u.last = self.steps
@@ -195,6 +197,8 @@ class ZeroOneAdam:
             self.H = 0
         if refresh or relearn:
             self.T_v.refreshed(self.steps)
+            if relearn and not isinstance(self.refresh, str):
+                self.T_v.next = self.steps + self.refresh + 1
         if not local_stage or self.T_u.last == self.steps:
             self._join(local_stage)
 
@@ -304,7 +308,9 @@ class ZeroOneAdam:
     def _sync(self, l: int, g: Sequence[Array]) -> None:
         self._local(l, g)
         unit = self.S[l] / self.H  # mean lr_t of the H steps
-        ubar = unit * self._exchanged(l, [self.u[i][l] / unit for i in range(self.n)])  # ubar = (S/H) exchange(u_i/(S/H))
+        ubar = unit * self._exchanged(
+            l, [self.u[i][l] / unit for i in range(self.n)]
+        )  # ubar = (S/H) exchange(u_i/(S/H))
         # m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps) ; anchor = x ; u = 0 ; S = 0
         self._set_all(l, ubar / self.S[l], self.anchor[l] - self._over_denominator(l, ubar))
         for i in range(self.n):
