@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_onebit._choices import Backend, Overlap, RefreshRule, StateDtype, TrustRatio, choices
-from lightning_onebit.comm import Bucket, Plan, memory_order
+from lightning_onebit.comm import Bucket, Plan, memory_order, share_values
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
 from lightning_onebit.optim.refresh import CompressingAdam
-from lightning_onebit.optim.rules import dense_lamb_, floor_second_moment_
+from lightning_onebit.optim.rules import dense_lamb_, floor_second_moment_, sum_in_order
 
 log = logging.getLogger("lightning_onebit")
 
@@ -25,12 +25,14 @@ log = logging.getLogger("lightning_onebit")
 TRUST_RATIOS = choices(TrustRatio)
 FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 
-#: binary digits that a followed trust ratio keeps: the order in which a rank adds up squares must not show in it
-RATIO_BITS = 12
+#: compressed steps after the freeze in all of which gradients are measured, the interval from there on, and steps that the averages remember
+#: (a measurement counts by the interval over that, or as one of those there are while they are few)
+FIRST_STEPS, RATIO_INTERVAL, REMEMBERED_STEPS = 10, 2, 50
 
-# Per-parameter scalars, by their names in a checkpoint, with their first values. Of the published rule: c_avg, and r (the last f). Of both:
-# c of the next step and of the last.
-_SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, "coefficient": 1.0, "last_coeff": 1.0}
+# Per-parameter scalars, by their names in a checkpoint, with their first values. Of the published rule: r (the last f). Of the other one:
+# number of measurements, averages of X and E. Of both: c_avg, c of the next step and of the last.
+_MEASURED = {"measurements": 0.0, "signal": 0.0, "energy": 0.0}
+_SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, **_MEASURED, "coefficient": 1.0, "last_coeff": 1.0}
 
 
 class OnebitLamb(CompressingAdam):
@@ -44,8 +46,14 @@ class OnebitLamb(CompressingAdam):
 
         s = exchange(b1 s + (1-b1) g_i/D) ;  x -= lr * c * (shat + wd*x)           # s = m/D: steps are compressed, not momenta
 
-    where c is LAMB's own ratio of the step before, ``clip(||x|| / sqrt(||shat||^2 + (wd*||x||)^2), min_coeff, max_coeff)``: of the
-    weights that it led to, and of what was received.
+    where c is LAMB's own ratio, ``||x||`` over an estimate of what ``||u||`` would be without compression, which makes the exchanged
+    step longer. Compression noise is not in the product of exchanged steps and new gradients, so, with ``h_i = g_i/D``, ::
+
+        X = (1/n) sum_i <s_before, h_i> ,  E = (1/n^2) sum_i ||h_i||^2 , both averaged over time ;  S = max(X, 0)
+        ||shat||^2 = (2 b1 S + (1-b1) (E + (1-1/n) S)) / (1+b1) / (1-b1^t)^2
+        c = clip(||x|| / sqrt(||shat||^2 + (wd*||x||)^2), min_coeff, max_coeff)
+
+    measured in compressed steps 1 to 10 and in every second from there; c counts from the next step on.
 
     Compressed stage, ``trust_ratio="frozen"`` (as published; ``c_avg = coeff_beta*c_avg + (1-coeff_beta)*c if c != 1`` in the warm-up)::
 
@@ -150,6 +158,11 @@ class OnebitLamb(CompressingAdam):
             )
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
+        # compressed steps since the freeze; whether gradients are measured in the running one, and what has been of them so far: numbers
+        # of a first block, and this rank's fp64 (blocks, 2) of E and X from there on
+        self._ratio_steps = 0
+        self._measuring = False
+        self._products: list[tuple[int, Tensor]] = []
         # by bucket, between the two passes of a step: partial norms, and the result where the momentum is kept unpacked
         self._partials: dict[int, Tensor] = {}
         self._exchanged: dict[int, Packed] = {}
@@ -179,7 +192,7 @@ class OnebitLamb(CompressingAdam):
                 "min_coeff": min_coeff,
                 **published,
                 "trust_ratio": trust_ratio,
-                "refresh": refresh or ("auto" if trust_ratio == "followed" else "never"),
+                "refresh": refresh if refresh is not None else "auto" if trust_ratio == "followed" else "never",
             },
         )
 
@@ -238,6 +251,7 @@ class OnebitLamb(CompressingAdam):
         self._scalars["last_coeff"][index] = coeffs
         # the first compressed step has it too (one rank alone steps so after the freeze as well)
         self._scalars["coefficient"][index] = coeffs
+        self._forget(index)
 
     def _reset_some(self, params: list[Tensor]) -> None:
         super()._reset_some(params)
@@ -245,6 +259,11 @@ class OnebitLamb(CompressingAdam):
         for name, value in _SCALARS.items():
             if name in self._scalars:
                 self._scalars[name][index] = value
+
+    def _forget(self, index: Tensor) -> None:
+        """Makes the next compressed step of some parameters the first in which they are measured."""
+        for name, value in _MEASURED.items():
+            self._scalars[name].index_fill_(0, index, value)
 
     # ----- compressed stage -------------------------------------------------------------------------------------------
 
@@ -290,11 +309,9 @@ class OnebitLamb(CompressingAdam):
 
     def _leave_compressed(self) -> None:
         super()._leave_compressed()
+        self._ratio_steps = 0
+        self._forget(torch.arange(len(self._params), device=self._device))
         self._flat.pop("fresh", None)
-
-    def _refresh(self, members: list[int]) -> None:
-        super()._refresh(members)
-        self._follow(members)
 
     def _move(self, index: int) -> None:
         """See the base; with the trust ratio there is, whose denominators these are."""
@@ -303,6 +320,15 @@ class OnebitLamb(CompressingAdam):
         lr_t = group["lr"] * c / self._first_correction(index, ahead=1)
         x = self._weight(index).mul_(1 - group["lr"] * c * group["weight_decay"])
         x.addcmul_(self._moment("m", index), self._moment("r", index), value=-lr_t)
+
+    def _products_of(self, bucket: Bucket) -> Tensor | None:
+        """See the base; of every block of this rank's shard, its part of E and X, in steps that are measured."""
+        if not self._measuring:
+            return None
+        lo, hi = self._shard_blocks(bucket)
+        products = torch.empty((hi - lo, 2), dtype=torch.float64, device=self._device)
+        self._products.append((bucket.first_block + lo, products))
+        return products
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """See the base; a new buffer where the old momentum is still needed, to recover the averaged gradient."""
@@ -350,32 +376,64 @@ class OnebitLamb(CompressingAdam):
         return tables["followed"], tables["decay"]
 
     def _end_exchange(self) -> None:
-        """Trust ratios of the next step; or, by the published rule, corrects them and steps, now that all norms are complete."""
+        """What trust ratios follow; or, by the published rule, corrects them and steps, now that all norms are complete."""
         if self._follows:
-            stepped = [i for i in self._slots if self._active[i]]
-            index = upload(stepped, self._device, torch.int64)
+            index = upload([i for i in self._slots if self._active[i]], self._device, torch.int64)
             self._scalars["last_coeff"][index] = self._scalars["coefficient"][index]
-            self._follow(stepped)
+            self._ratio_steps += 1
+            if self._measuring and self._slots:
+                self._follow()
         elif self._partials:
             self._step_corrected()
 
-    def _follow(self, stepped: list[int]) -> None:
-        """Trust ratios of the next step of those that have stepped: of their weights now and the momentum that led there."""
-        if not stepped:
-            return
-        energy = torch.cat([self._momentum_energy(bucket) for bucket in self._buckets()])
-        squares = self._per_slot(energy[:, None], "sum")[:, 0]
-        norm = self._kernels.norms(self._holders(self._slots))
-        first = upload(self._by_slot("first", self._first_correction), self._device, torch.float64)
+    def _follow(self) -> None:
+        """Trust ratios of the following steps, from the weights as they are now and all ranks' gradients of this step."""
+        rows = torch.zeros((self._known_plan().blocks, 2), dtype=torch.float64, device=self._device)
+        for first, products in self._products:
+            rows[first : first + len(products)] = products
+        self._products = []
+        local = self._per_slot(rows, "sum").T.contiguous()
+        scale = self._grad_scale
+        local *= upload([scale * scale, scale], self._device, torch.float64)[:, None]
+        norms = self._kernels.norms(self._holders(self._slots))
+        # replicas are equal, but sums over them may differ in the last bit where ranks have other kernels: rank 0's count
+        rows = self._share(torch.cat([local, norms[None]]))
+        n = self._ranks().nodes
+        energy, signal, norm = sum_in_order(rows[:, 0]) / n**2, sum_in_order(rows[:, 1]) / n, rows[0, 2]
+        index = upload(self._slots, self._device)
+        known = {name: self._scalars[name][index] for name in (*_MEASURED, "coefficient")}
+        active = upload([self._active[i] for i in self._slots], self._device)
+        seen = active & (energy > 0) & (norm > 0)
+        measured = known["measurements"] + seen
+        least = RATIO_INTERVAL / REMEMBERED_STEPS
+        weight = torch.where(seen, (1.0 / measured.clamp(min=1)).clamp(min=least), 0.0)
+        # (lerp would fuse its operations on some processors)
+        energy = known["energy"] + weight * (energy - known["energy"])
+        signal = known["signal"] + weight * (signal - known["signal"])
+        coefficient = torch.where(seen, self._trust_ratio(norm, energy, signal), known["coefficient"])
+        for name, value in zip(known, (measured, signal, energy, coefficient), strict=True):
+            self._scalars[name][index] = value
+
+    def _trust_ratio(self, norm: Tensor, energy: Tensor, signal: Tensor) -> Tensor:
+        """``||x||/||u||`` by slot, clipped; 1 where a norm is 0."""
+        n = self._ranks().nodes
+        firsts = self._by_slot("first", self._first_correction)
+        b1 = upload(self._by_slot("b1", lambda i: self._group(i)["betas"][0]), self._device, torch.float64)
         decay = upload(self._by_slot("wd", lambda i: self._group(i)["weight_decay"]), self._device, torch.float64)
-        update = (squares / first.square() + (decay * norm).square()).sqrt()
+        shared = signal.clamp(min=0)
+        momentum = (2 * b1 * shared + (1 - b1) * (energy + (1 - 1 / n) * shared)) / (1 + b1)
+        update = (momentum / upload(firsts, self._device, torch.float64).square() + (decay * norm).square()).sqrt()
         live = (norm > 0) & (update > 0)
-        ratio = (norm / torch.where(live, update, 1.0)).clamp(self.settings["min_coeff"], self.settings["max_coeff"])
-        digits, exponent = torch.frexp(torch.where(live, ratio, 1.0))
-        ratio = torch.ldexp((digits * 2**RATIO_BITS).round(), exponent - RATIO_BITS)
-        index, took_part = upload(self._slots, self._device), set(stepped)
-        active = upload([i in took_part for i in self._slots], self._device)
-        self._scalars["coefficient"][index] = torch.where(active, ratio, self._scalars["coefficient"][index])
+        # fp32 is what steps are made with; the same however sums were shared out in a node
+        ratio = (norm / torch.where(live, update, 1.0)).float().double()
+        return torch.where(live, ratio.clamp(self.settings["min_coeff"], self.settings["max_coeff"]), 1.0)
+
+    def _share(self, values: Tensor) -> Tensor:
+        """Every rank's values as one row."""
+        if self._ranks().size == 1:
+            return values[None]
+        assert self._transport is not None
+        return share_values(self._transport, values, "norms of gradients for 1-bit LAMB's trust ratios")
 
     def _step_corrected(self) -> None:
         coefficient = self._corrected_coefficients()
@@ -407,7 +465,9 @@ class OnebitLamb(CompressingAdam):
             self._exchanged[bucket.index] = Packed(gathered, bucket.blocks // self._ranks().size, bucket.block_size)
 
     def _begin_exchange(self) -> None:
-        self._partials, self._exchanged = {}, {}
+        self._partials, self._exchanged, self._products = {}, {}, []
+        step = self._ratio_steps + 1
+        self._measuring = self._follows and (step <= FIRST_STEPS or step % RATIO_INTERVAL == 0)
 
     def _corrected_coefficients(self) -> Tensor:
         """``c_avg*f`` per slot, fp64, from the blocks' partial norms in a fixed order."""
@@ -455,13 +515,15 @@ class OnebitLamb(CompressingAdam):
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
     def _books(self) -> dict[str, Any]:
-        return {**super()._books(), **{name: values.tolist() for name, values in self._scalars.items()}}
+        scalars = {name: values.tolist() for name, values in self._scalars.items()}
+        return {**super()._books(), **scalars, "ratio_steps": self._ratio_steps}
 
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         for name, value in _SCALARS.items():
             known = books.get(name, [])
             known = [*known, *[value] * (len(self._params) - len(known))]  # parameters that have joined since have none
             self._scalars[name].copy_(torch.tensor(known, dtype=torch.float64))
+        self._ratio_steps = books.get("ratio_steps", 0)
         super()._load_phase(phase, books, saved)
         if "fresh" in self._flat:
             self._load_arena(self._flat["fresh"], "exp_avg_sq_fresh", saved)

@@ -138,6 +138,9 @@ class SyncPolicy(Protocol):
         [11, 12, 13, 15, 19, 23]
     """
 
+    since: int
+    """Steps since the last synchronisation."""
+
     def gap(self, step: int, lr: float) -> int:
         """Gap that holds at ``step``."""
         ...

@@ -31,6 +31,7 @@ class Lamb:
         c_avg: moving averages of the trust ratios ``c`` of the warm-up, per tensor.
         r: last scaling factors ``f``, per tensor.
         coeff: coefficient c of the last step, per tensor.
+        seen: (E, X) of every tensor with weights and gradients, in the steps in which it was measured since the freeze.
         dense_steps: of the steps made, which were dense.
     """
 
@@ -64,7 +65,7 @@ class Lamb:
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
-        self.followed = trust_ratio == "followed"
+        self.followed, self.nodes = trust_ratio == "followed", n // ranks_per_node
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
         self.v = [np.zeros(size) for size in sizes]
@@ -74,6 +75,8 @@ class Lamb:
         self.r = [1.0] * len(x)
         self.refresh = refresh or ("auto" if self.followed else "never")
         self.dense_steps: list[bool] = []
+        self.seen: list[list[tuple[float, float]]] = [[] for _ in x]
+        self.exchanged = 0  # compressed steps
         self.c = [1.0] * len(x)  # of the next step
         self.learned = 0  # the last step in which v has learned
         # what the denominators are made of
@@ -107,6 +110,9 @@ class Lamb:
         refreshing = self.refreshing
         self.dense_steps.append(not self.frozen or refreshing)
         factor = clip_factor(self._norm(g), self.max_norm)
+        exchanges = self.frozen and not refreshing
+        self.exchanged += exchanges
+        measures = self.followed and exchanges and (self.exchanged <= 10 or self.exchanged % 2 == 0)
         for l in range(len(self.x)):
             if present(g, l):
                 self.t[l] += 1
@@ -115,11 +121,11 @@ class Lamb:
                     self._dense(l, np.mean(local, axis=0))
                 elif refreshing:
                     self._refresh(l, np.mean(local, axis=0))
-                    self._follow(l)
                 else:
+                    measured = self._products(l, local) if measures else None
                     self._compressed(l, local)
-                    if self.followed:
-                        self._follow(l)
+                    if measured is not None:
+                        self._follow(l, *measured)
         self.steps += 1
         if refreshing:
             self.learned = self.steps
@@ -193,14 +199,37 @@ class Lamb:
         update = step_over(self._mhat(l), *self._denominators(l)) + self.wd * self.x[l]
         self.x[l] = self.x[l] - self.lr * self.c[l] * update
 
-    def _follow(self, l: int) -> None:
-        """c of the next step: ``clip(||x|| / sqrt(||up||^2 + (wd*||x||)^2))`` with 12 binary digits, 1 where a norm is 0."""
+    def _products(self, l: int, g: Sequence[Array]) -> tuple[float, float]:
+        """E and X of this step, before it is made."""
+        D = self._denominators(l)
+        # of the means of nodes, where the exchange is hierarchical
+        h = [
+            step_over(a, *D) for a in np.mean(np.reshape(g, (self.nodes, self.n // self.nodes, self.x[l].size)), axis=1)
+        ]
+        s = step_over(self.m[l], *D)
+        return squared_norm(h) / self.nodes**2, float(np.mean([np.dot(s, a) for a in h]))
+
+    def _follow(self, l: int, E: float, X: float) -> None:
         norm = float(np.linalg.norm(self.x[l]))
-        up = step_over(self._mhat(l), *self._denominators(l))
-        U = float(np.sqrt(squared_norm([up]) + (self.wd * norm) ** 2))
-        c = float(np.clip(norm / U, self.min_coeff, self.max_coeff)) if norm > 0 and U > 0 else 1.0
-        digits, exponent = np.frexp(c)
-        self.c[l] = float(np.ldexp(np.round(digits * 2**12), exponent - 12))
+        if norm == 0 or E == 0:
+            return
+        self.seen[l].append((E, X))
+        E, X = self._averages(self.seen[l])
+        S = max(X, 0.0)
+        # ||s||^2 = b1^2 ||s||^2 + 2 b1 (1-b1) S + (1-b1)^2 ||mean_i h_i||^2, of which ||mean_i h_i||^2 = E + (1-1/n) S
+        square = (2 * self.b1 * S + (1 - self.b1) * (E + (1 - 1 / self.nodes) * S)) / (1 + self.b1)
+        if self.bias_correction:
+            square /= (1 - self.b1 ** self.t[l]) ** 2
+        U = np.sqrt(square + (self.wd * norm) ** 2)
+        self.c[l] = float(np.clip(norm / U, self.min_coeff, self.max_coeff)) if U > 0 else 1.0
+
+    def _averages(self, seen: Sequence[tuple[float, float]]) -> Array:
+        """Over 50 steps: means of as many as are measured in these, from there each new one counts by its share of them."""
+        weight = 2 / 50
+        average = np.array(seen[0])
+        for k, pair in enumerate(seen[1:], 2):
+            average += max(1 / k, weight) * (np.array(pair) - average)
+        return average
 
     def _denominators(self, l: int) -> tuple[Array, float, float, float, bool]:
         return self.v_D[l], self.k_D[l], self.b2, self.eps, self.bias_correction
