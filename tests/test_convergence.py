@@ -3,42 +3,101 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
-from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from harness import run_ranks
 from optim_support import CLASSES
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
-import convergence  # lives in benchmarks/
+from data import load_corpus  # lives in examples/
 
-from lightning_onebit.comm import SimulatedWorld
+from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.optim import OnebitAdam
 
-TASK = convergence.Task("test", steps=160, batch=32, vocabulary=256)
-LR, FREEZE_STEP = 8e-3, 32
-WORKERS = 2
+STEPS, RISE, FREEZE_STEP = 160, 8, 32
+BATCH, CONTEXT, WIDTH, LAYERS, HEADS = 32, 32, 48, 2, 4  # the batch is that of all ranks together
+LR = 8e-3
 
 
-class Model(torch.nn.Module):
-    """The study's text model as a module, whose forward is its loss."""
+class Model(nn.Module):
+    """A byte-level transformer, whose forward is its loss."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names = {}
-        for name, value in TASK.init(seed=0).items():
-            self.names[name] = name.replace(".", "_")
-            self.register_parameter(self.names[name], torch.nn.Parameter(value))
+        draws = torch.Generator().manual_seed(0)
+
+        def normal(*shape: int, std: float) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=draws) * std)
+
+        self.token, self.position = normal(256, WIDTH, std=0.5), normal(CONTEXT, WIDTH, std=0.1)
+        self.layers = nn.ModuleList()
+        for _ in range(LAYERS):
+            layer = nn.Module()
+            layer.norm1, layer.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+            layer.qkv = normal(3 * WIDTH, WIDTH, std=WIDTH**-0.5)
+            layer.project = normal(WIDTH, WIDTH, std=(2 * LAYERS * WIDTH) ** -0.5)
+            layer.up = normal(4 * WIDTH, WIDTH, std=WIDTH**-0.5)
+            layer.down = normal(WIDTH, 4 * WIDTH, std=(2 * LAYERS * WIDTH) ** -0.5)
+            self.layers.append(layer)
+        self.norm, self.head = nn.LayerNorm(WIDTH), normal(256, WIDTH, std=0.02)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return TASK.loss({name: getattr(self, own) for name, own in self.names.items()}, rows)
+        x = self.token[rows[:, :-1]] + self.position
+        for layer in self.layers:
+            qkv = F.linear(layer.norm1(x), layer.qkv).view(*x.shape[:2], 3, HEADS, -1)
+            attended = F.scaled_dot_product_attention(*qkv.permute(2, 0, 3, 1, 4), is_causal=True)
+            x = x + F.linear(attended.transpose(1, 2).reshape(x.shape), layer.project)
+            x = x + F.linear(F.gelu(F.linear(layer.norm2(x), layer.up), approximate="tanh"), layer.down)
+        return F.cross_entropy(F.linear(self.norm(x), self.head).flatten(0, 1), rows[:, 1:].flatten())
+
+
+@lru_cache
+def text() -> tuple[torch.Tensor, torch.Tensor]:
+    train, validation = load_corpus(4 << 20, 64 << 10)
+    return train.long(), validation.long()
+
+
+def rows_of(step: int) -> torch.Tensor:
+    train, _ = text()
+    draws = torch.Generator().manual_seed(step)
+    return train[torch.randint(len(train) - CONTEXT, (BATCH, 1), generator=draws) + torch.arange(CONTEXT + 1)]
+
+
+def schedule(step: int) -> float:
+    if step < RISE:
+        return (step + 1) / RISE
+    return 0.55 + 0.45 * math.cos(math.pi * (step - RISE) / (STEPS - RISE))
+
+
+@torch.no_grad()
+def validation_loss(model: Model) -> float:
+    _, validation = text()
+    return float(model(validation[CONTEXT * torch.arange(256)[:, None] + torch.arange(CONTEXT + 1)]))
+
+
+def train(model: Model, trained: nn.Module, optimizer: torch.optim.Optimizer, lr: float, rank: int, world: int) -> Any:
+    """Validation losses at the freeze and at the end."""
+    share = BATCH // world
+    at_freeze = math.nan
+    for step in range(STEPS):
+        if step == FREEZE_STEP:
+            at_freeze = validation_loss(model)
+        optimizer.param_groups[0]["lr"] = lr * schedule(step)
+        optimizer.zero_grad()
+        trained(rows_of(step)[rank * share : (rank + 1) * share]).backward()
+        optimizer.step()
+    if hasattr(optimizer, "synchronise"):
+        optimizer.synchronise()
+    return at_freeze, validation_loss(model)
 
 
 def train_on_text(rank: int, world: int, compressed: bool) -> dict[str, Any]:
@@ -46,35 +105,22 @@ def train_on_text(rank: int, world: int, compressed: bool) -> dict[str, Any]:
     optimizer: torch.optim.Optimizer
     if compressed:
         optimizer = OnebitAdam(model.parameters(), lr=LR, weight_decay=0.01, freeze_step=FREEZE_STEP)
-        trained: torch.nn.Module = model
+        trained: nn.Module = model
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
         trained = DistributedDataParallel(model)
-    share = TASK.batch // world
-    at_freeze = float("nan")
-    for step in range(TASK.steps):
-        if step == FREEZE_STEP:
-            at_freeze = validation_loss(model)
-        optimizer.param_groups[0]["lr"] = LR * convergence.schedule(TASK, step)
-        optimizer.zero_grad()
-        trained(TASK.rows(0, step)[rank * share : (rank + 1) * share]).backward()
-        optimizer.step()
-    result = {"loss": validation_loss(model), "at_freeze": at_freeze, "weights": model.head.detach().numpy()}
+    at_freeze, loss = train(model, trained, optimizer, LR, rank, world)
+    result = {"loss": loss, "at_freeze": at_freeze, "weights": model.head.detach().numpy()}
     if isinstance(optimizer, OnebitAdam):
         result |= {"compressed_steps": optimizer.ledger.compressed_steps, "ratio": optimizer.ledger.ratio}
     return result
 
 
-@torch.no_grad()
-def validation_loss(model: Model) -> float:
-    return float(model(TASK.data()[1][:256]))
-
-
 @pytest.mark.timeout(180)
 def test_onebit_adam_reaches_the_loss_of_ddp_with_adamw_within_two_percent() -> None:
-    dense = run_ranks(train_on_text, WORKERS, False, timeout=120)[0]
-    onebit = run_ranks(train_on_text, WORKERS, True, timeout=120)
-    assert onebit[0]["compressed_steps"] == TASK.steps - FREEZE_STEP
+    dense = run_ranks(train_on_text, 2, False, timeout=120)[0]
+    onebit = run_ranks(train_on_text, 2, True, timeout=120)
+    assert onebit[0]["compressed_steps"] == STEPS - FREEZE_STEP
     # 32 of 160 steps dense: 1 / (0.2 + 0.8 / 31.5) = 4.4 before padding
     assert onebit[0]["ratio"] > 4
     assert (onebit[0]["weights"] == onebit[1]["weights"]).all()
@@ -83,127 +129,34 @@ def test_onebit_adam_reaches_the_loss_of_ddp_with_adamw_within_two_percent() -> 
     assert onebit[0]["loss"] < 1.02 * dense["loss"]
 
 
-@pytest.mark.parametrize(("optimizer", "lr"), [("zero_one_adam", 16e-3), ("binsgdm", 16e-3), ("onebit_lamb", 16e-3)])
-def test_the_other_algorithms_learn_to_read_digits(optimizer: str, lr: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(convergence.TASKS, "brief", convergence.Task("brief", steps=160, batch=64, final_lr=0.0))
-    result = convergence.train_simulated(convergence.Job("brief", optimizer, lr, workers=4))
-    assert result is not None
-    assert result["ratio"] > 2
-    assert result["accuracy"] > 0.8
+@lru_cache
+def dense_loss(name: str, lr: float) -> float:
+    """Of AdamW or LAMB, which is the warm-up of 1-bit LAMB, on the whole batch."""
+    model = Model()
+    cls = torch.optim.AdamW if name == "adamw" else CLASSES["onebit_lamb"]
+    return train(model, model, cls(model.parameters(), lr=lr, weight_decay=0.01), lr, 0, 1)[1]
 
 
-def test_simulated_gradients_are_those_of_each_worker() -> None:
-    """The study computes the gradients of all simulated workers in one pass over stacked parameters."""
-    job = convergence.Job("digits", "onebit_adam", 8e-3, workers=4)
-    task = convergence.TASKS["digits"]
-    rows = task.rows(0, 0)
-    params = {name: torch.nn.Parameter(value) for name, value in task.init(0).items()}
-    seen: dict[int, list[torch.Tensor]] = {}
-
-    class Probe(torch.optim.SGD):
-        rank = 0
-
-        def step(self, closure: Any = None) -> None:
-            seen[self.rank] = [p.grad.clone() for g in self.param_groups for p in g["params"]]
-            raise StopIteration
-
-    def make(_job: Any, weights: list[torch.nn.Parameter], group: Any) -> torch.optim.Optimizer:
-        probe = Probe(weights, 0.1)
-        probe.rank = group.rank
-        return probe
-
-    original, convergence.make_optimizer = convergence.make_optimizer, make
-    try:
-        with pytest.raises(StopIteration):
-            convergence.train_simulated(job)
-    finally:
-        convergence.make_optimizer = original
-    assert sorted(seen) == list(range(4))
-    for rank, grads in seen.items():
-        expected = torch.autograd.grad(task.loss(params, rows[rank * 16 : (rank + 1) * 16]), list(params.values()))
-        for mine, theirs in zip(grads, expected, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
+def train_simulated(group: SimulatedGroup, name: str, lr: float, options: dict[str, Any]) -> tuple[float, float]:
+    model = Model()
+    optimizer = CLASSES[name](model.parameters(), lr=lr, weight_decay=0.01, process_group=group, **options)
+    return train(model, model, optimizer, lr, group.rank, group.size)[1], optimizer.ledger.ratio
 
 
-def test_the_search_for_lr_ends_with_the_best_inside_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[Any] = []
-
-    def run_job(job: Any) -> dict[str, Any]:
-        ran.append(job)
-        return {"loss": abs(job.lr - convergence.rung(11))}
-
-    monkeypatch.setattr(convergence, "run_job", run_job)
-    chain = convergence.Chain("text", "adamw", start=4, also=((16, False, (0,)),))
-    assert convergence.run_chain(chain) == convergence.rung(11)
-    # neighbours on both sides were tried
-    assert {convergence.rung(k) for k in (8, 10, 11, 12)} <= {job.lr for job in ran}
-    assert {job.seed for job in ran if job.lr == convergence.rung(11)} == set(convergence.SEEDS)
-    assert [job.workers for job in ran if job.workers > 1] == [16]
-
-
-def test_a_run_that_is_there_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(convergence, "RUNS", tmp_path / "runs.jsonl")
-    monkeypatch.setitem(convergence.TASKS, "brief", convergence.Task("brief", steps=10, batch=8))
-    job = convergence.Job("brief", "adamw", 1e-3)
-    first = convergence.run_job(job)
-    monkeypatch.setattr(convergence, "train_process", lambda *_: pytest.fail("ran again"))
-    assert convergence.run_job(job)["loss"] == first["loss"]
-
-
-def test_the_report_compares_each_optimizer_at_its_best_lr_with_its_twin_seed_by_seed() -> None:
-    def record(optimizer: str, lr: float, seed: int, loss: float, workers: int = 1) -> dict[str, Any]:
-        identity = {"task": "text", "optimizer": optimizer, "lr": lr, "seed": seed, "workers": workers, "real": False}
-        key = convergence.Job("text", optimizer, lr, seed, workers).key
-        return {**identity, "key": key, "options": [], "loss": loss, "accuracy": 0.5, "ratio": 4.0}
-
-    dense = [record("adamw", 1e-3, 0, 9.0), record("adamw", 2e-3, 0, 2.0), record("adamw", 2e-3, 1, 4.0)]
-    # the lower loss at another lr has one seed only and is part of the search
-    onebit = [record("onebit_adam", 1e-3, s, loss, 4) for s, loss in ((0, 2.02), (1, 4.12))]
-    rows = convergence.summarise([*dense, *onebit, record("onebit_adam", 2e-3, 0, 2.01, 4)])
-    row = next(row for row in rows if row.world[1] == "onebit_adam")
-    assert (row.lr, len(row.runs)) == (1e-3, 2)
-    assert row.gap == pytest.approx((0.01 + 0.03) / 2)
-    assert row.met is False
-    assert "1% **missed**" in convergence.table(rows)
-
-
-def test_rows_that_the_studies_do_not_repeat_are_marked(monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = convergence.Chain("text", "onebit_adam", 4, start=2, refine=False, seeds=(0,), also=((16, False, (0,)),))
-    monkeypatch.setattr(convergence, "studies", lambda: {"one": [chain]})
-    monkeypatch.setattr(convergence, "run_job", lambda _: pytest.fail("ran"))
-
-    def record(workers: int, lr: float, seed: int, loss: float) -> dict[str, Any]:
-        job = convergence.Job("text", "onebit_adam", lr, seed, workers)
-        return {**asdict(job), "key": job.key, "loss": loss, "accuracy": 0.5}
-
-    search = [record(4, convergence.rung(k), 0, loss) for k, loss in ((0, 3.0), (2, 2.0), (4, 3.0))]
-    rows = convergence.summarise(
-        [*search, record(16, 2e-3, 0, 2.0), record(16, 2e-3, 1, 2.0), record(64, 2e-3, 0, 2.0)]
-    )
-    assert [(row.world[3], row.repeated) for row in rows] == [(4, True), (16, False), (64, False)]
-    assert convergence.table(rows).count("| onebit_adam † |") == 2
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system does not bind threads to cores")
-def test_simulated_ranks_of_a_study_run_on_the_core_of_their_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = os.sched_getaffinity(0)
-    monkeypatch.setattr(convergence, "_core", max(before))
-    seen: list[set[int]] = []
-
-    def train(*_: Any) -> None:
-        seen.append(os.sched_getaffinity(0))
-
-    monkeypatch.setattr(convergence, "train", train)
-    convergence.train_simulated(convergence.Job("digits", "onebit_adam", 1e-3, workers=2))
-    assert seen == [{max(before)}] * 2
-    assert os.sched_getaffinity(0) == before
-
-
-def test_the_page_of_all_rows_is_that_of_the_runs() -> None:
-    records = list({record["key"]: record for record in convergence.read_runs()}.values())
-    assert convergence.TABLES.read_text() == convergence.tables(convergence.summarise(records)), (
-        "write it anew: python benchmarks/convergence.py --report"
-    )
+@pytest.mark.parametrize(
+    ("name", "options", "twin", "lr"),
+    [
+        ("zero_one_adam", {"var_freeze_step": FREEZE_STEP, "local_step_scaler": FREEZE_STEP}, "adamw", LR),
+        ("binsgdm", {}, "adamw", LR),
+        ("onebit_lamb", {"freeze_step": FREEZE_STEP}, "lamb", 4 * LR),
+    ],
+)
+def test_the_other_algorithms_reach_the_loss_of_their_twins_within_three_percent(
+    name: str, options: dict[str, Any], twin: str, lr: float
+) -> None:
+    (loss, ratio), _ = SimulatedWorld(2).run(lambda group: train_simulated(group, name, lr, options))
+    assert ratio > 3.5
+    assert loss < 1.03 * dense_loss(twin, lr)
 
 
 # ----- linear regression --------------------------------------------------------------------------------------------------------

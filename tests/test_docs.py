@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -18,10 +19,6 @@ from lightning_support import enter
 from lightning_onebit.optim import OnebitOptimizer
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "benchmarks"))
-
-import digits_worlds  # noqa: E402  (lives in benchmarks/)
-
 DOCS = ROOT / "docs"
 PAGES = sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
@@ -96,41 +93,18 @@ def test_worked_example_of_an_algorithm_has_less_than_80_lines() -> None:
     assert len(blocks("contributing.md")[0].splitlines()) < 80
 
 
-def test_numbers_that_pages_quote_are_those_of_the_study() -> None:
-    """Gaps and ratios of the decision table stand in one row of the convergence tables, of the right optimizer."""
-    rows = [line for line in (DOCS / "convergence-tables.md").read_text().splitlines() if line.startswith("| ")]
-    table = (DOCS / "choosing.md").read_text().split("<!-- numbers: convergence.md -->")[1].strip().splitlines()
-    names = {
-        "1-bit Adam": "onebit_adam",
-        "1-bit LAMB": "onebit_lamb",
-        "0/1 Adam": "zero_one_adam",
-        "BinSGDM": "binsgdm",
-    }
-    checked = 0
-    for line in table[2:]:
-        if not line.startswith("|"):
-            break
-        name, _, *gaps, saved = (cell.strip() for cell in line.strip("|").split("|"))
-        mine = [row for row in rows if row.startswith(f"| {names[name]}") and "4 simulated" in row]
-        for gap in gaps:
-            number = gap.split(" (")[0]
-            assert any(number in row for row in mine), f"{name}: {number} is in no row of the study"
-        assert any(gaps[0].split(" (")[0] in row and saved in row for row in mine), f"{name}: {saved}"
-        checked += 1
-    assert checked == len(names)
-
-
 def test_gaps_that_pages_quote_are_rows_of_the_study() -> None:
-    """The notes also compare runs of other learning rates with each other; elsewhere two decimals say that a number is a row's."""
-    rows = (DOCS / "convergence-tables.md").read_text() + digits_worlds.table(digits_worlds.read_worlds())
+    """Two decimals with a standard error say that a number is a row's; as long as there are no rows, no page has one."""
+    path = ROOT / "benchmarks" / "results" / "rules.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    measured = [row[key] for row in rows for key in ("gap", "against_default") if key in row]
+    known = {f"{mean:+.2f}% ± {error:.2f}%" for mean, error in measured}
     quoted = 0
-    for page in PAGES:
-        if page not in ("convergence-notes.md", "convergence-tables.md"):
-            gaps = re.findall(r"[+-]\d+\.\d\d% ± \d+\.\d\d%", (DOCS / page).read_text())
-            assert not [gap for gap in gaps if gap not in rows], page
-            quoted += len(gaps)
-    assert quoted > 50
-    assert digits_worlds.check_table() in (DOCS / "convergence.md").read_text()
+    for page in [*(DOCS / page for page in PAGES), ROOT / "README.md"]:
+        gaps = re.findall(r"[+-]\d+\.\d\d% ± \d+\.\d\d%", page.read_text())
+        assert not [gap for gap in gaps if gap not in known], page
+        quoted += len(gaps)
+    assert quoted or not path.exists(), "no page quotes the study"
 
 
 def test_files_that_pages_name_exist() -> None:
@@ -185,7 +159,7 @@ def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     for name in public - {"algorithm", "local_steps"}:
         assert f'id="lightning_onebit.optim.OnebitOptimizer.{name}"' in reference, name
     # images outside of docs/ are in the site, where the page looks for them
-    page = (tmp_path / "convergence.html").read_text()
+    page = (tmp_path / "performance.html").read_text()
     images = re.findall(r'src="(repository/[^"]+\.png)"', page)
     assert images and all((tmp_path / image).stat().st_size > 1000 for image in images)
     # opened from a folder, without network: nothing is fetched from elsewhere
