@@ -241,7 +241,7 @@ def test_a_refresh_follows_and_a_tensor_most_of_which_had_no_gradient_either_lea
                 assert run.lessons.keys() == {0, LATE}
             run.step()
             dense.append(run.optimizer.ledger.last.dense)
-        assert 4 <= dense.index(True) <= 7 and dense.count(True) == 8, (
+        assert dense.index(True, rule == "zero_one_adam") <= 5 and dense.count(True) >= 3, (
             "a refresh after each has begun to learn, and has learned"
         )
         run.optimizer.synchronise()
@@ -426,9 +426,9 @@ def last_loss(way: str, algorithm: str, freeze: bool) -> float:
     return sum(world(train)) / 2
 
 
-@pytest.mark.parametrize(("way", "most"), [("missing", 1.05), ("unused", 1.2)])
+@pytest.mark.parametrize(("way", "most"), [("missing", 1.1), ("unused", 1.2)])
 def test_the_loss_is_that_of_dense_steps(way: str, most: float) -> None:
-    """Within 5 %; where the units below have no gradients before either, it loses what a freeze after 20 of 96 steps loses anyway.
+    """Within 10 %; where the units below have no gradients before either, it loses what a freeze after 20 of 96 steps loses anyway.
 
     That is 14 to 18 % without anything late. The loss was 3.2 and 5.7 times as high.
     """

@@ -147,27 +147,6 @@ def test_the_coefficient_of_what_sits_a_step_out_is_that_of_its_last_step() -> N
         assert seen[5]["parameter 0"] != seen[4]["parameter 0"]
 
 
-def idle_at_synchronisations(group: Any, rank: int, world: int) -> Any:
-    params = [torch.nn.Parameter(torch.ones(70)), torch.nn.Parameter(torch.ones(50))]
-    optimizer = ZeroOneAdam(
-        params, lr=0.01, var_freeze_step=2, local_step_clipper=1, block_size=32, process_group=group
-    )
-    draws = torch.Generator().manual_seed(rank)
-    for t in range(8):
-        for i, p in enumerate(params):
-            p.grad = None if t == 7 and i == 1 else torch.randn(p.shape, generator=draws)
-        optimizer.step()
-    state = whole_state(optimizer)
-    return state["onebit"]["shrinking"]["energy"], state["state"][0][
-        "preconditioned_momentum"
-    ].double().square().sum().item()
-
-
-def test_the_energy_of_an_exchange_leaves_out_what_sat_it_out() -> None:
-    for energy, expected in run_world(idle_at_synchronisations, 2):
-        assert energy == pytest.approx(expected, rel=1e-5)
-
-
 def test_clipping_one_step_does_not_touch_the_next() -> None:
     def run(limit: Any) -> torch.Tensor:
         draws = torch.Generator().manual_seed(0)

@@ -212,8 +212,8 @@ def test_a_group_at_lr_zero_is_left_alone_and_joins_later() -> None:
 
 # ----- refreshes after the freeze ------------------------------------------------------------------------------------------------
 
-#: refreshes at 11, 15 and 23, each after a synchronisation that comes early for it
-REFRESHED = {**SCHEDULE, "refresh": "auto"}
+#: refreshes at 14, 20 and 26, each after a synchronisation that comes early for it
+REFRESHED = {**SCHEDULE, "refresh": 5}
 
 
 @pytest.mark.parametrize("preconditioned", [True, False])
@@ -221,17 +221,17 @@ REFRESHED = {**SCHEDULE, "refresh": "auto"}
 @pytest.mark.parametrize("world", [2, 3])
 def test_refreshes_after_the_freeze_follow_the_oracle(world: int, policy: str, preconditioned: bool) -> None:
     """Each after a synchronisation that comes early for it; gradients are missing in the second."""
-    missing = frozenset({(14, 0, 1), (14, -1, 4)})
+    missing = frozenset({(19, 0, 1), (19, -1, 4)})
     by_lr = policy == "learning_rate"
     made = problem(
-        options={**(BY_LR if by_lr else SCHEDULE), "refresh": "auto", "preconditioned": preconditioned},
+        options={**(BY_LR if by_lr else SCHEDULE), "refresh": 5, "preconditioned": preconditioned},
         lrs=HALVED if by_lr else WARMED_UP,
         seed=8,
         missing=missing,
     )
     simulated, seen = simulate(made, world)
-    assert [t for t, kind in enumerate(simulated.kinds, 1) if kind == "relearn"] == [11, 15, 23]
-    assert all(simulated.kinds[t - 2] == "sync" for t in (11, 15, 23)) and simulated.kinds.count("local") > 6
+    assert [t for t, kind in enumerate(simulated.kinds, 1) if kind == "relearn"] == [14, 20, 26]
+    assert all(simulated.kinds[t - 2] == "sync" for t in (14, 20, 26)) and simulated.kinds.count("local") > 3
     results = run_world(train, world, made)
     assert_follows(results, made, simulated, seen)
     for l, (v, k) in enumerate(zip(*simulated.frozen, strict=True)):
@@ -300,7 +300,7 @@ def test_a_step_alone_is_synchronised_before_a_refresh_that_is_overdue() -> None
     def cut(group: Any, rank: int, world: int) -> Any:
         params = made.parameters()
         optimizer = made.build(params, process_group=group)
-        for t in range(19):
+        for t in range(25):
             made.put(params, t, rank)
             optimizer.step()
         assert optimizer.mid_local
@@ -309,14 +309,14 @@ def test_a_step_alone_is_synchronised_before_a_refresh_that_is_overdue() -> None
         other = made.build(copies, process_group=group, refresh="auto")
         other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         other.load_residual_state_dict(copy.deepcopy(optimizer.residual_state_dict()))
-        for t in range(19, 30):
+        for t in range(25, 30):
             made.put(copies, t, rank)
             other.step()
             yield other.ledger.last.dense, other.mid_local, [p.detach().clone() for p in copies]
 
     first, second = run_world(lambda *args: list(cut(*args)), 2)
-    assert [dense for dense, *_ in first] == [False, True, *[False] * 7, True, False]
-    assert not any(first[t][1] for t in (0, 1, 8, 9))
+    assert [dense for dense, *_ in first] == [False, True, False, False, False]
+    assert not any(first[t][1] for t in (0, 1))
     for (_, local, ours), (*_, theirs) in zip(first, second, strict=True):
         assert local or equal(ours, theirs)
 

@@ -233,21 +233,21 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
     report = plan(NETWORK, replace(BERT, warmup=0.25, steps=1000))
     for p in report.predictions:
         if p.name in ("onebit_adam", "onebit_lamb"):
-            assert p.dense_share == 0.25
-            assert p.mean_seconds == pytest.approx(0.25 * p.dense_seconds + 0.75 * p.step_seconds)
+            # and 31 refreshes
+            assert p.dense_share == 0.281
+            assert p.mean_seconds == pytest.approx(0.281 * p.dense_seconds + 0.719 * p.step_seconds)
         if p.name == "binsgdm":
             assert p.dense_share == 0.0 and p.mean_seconds == pytest.approx(p.step_seconds, rel=0.01)
-    # 0/1 Adam with the constants of its paper, but dense up to the 32nd refresh: 168 dense rounds, 74,184 one-bit ones, 78,159 silent steps
+    # 0/1 Adam with the constants of its paper, and 58 refreshes after the freeze: 211 dense rounds, 74,169 one-bit ones, 78,131 silent steps
     job = replace(BERT, steps=152_511, warmup=12_500 / 152_511, local_step_scaler=32_678)
     found = predict(NETWORK, job, "zero_one_adam")
-    assert found.dense_share == pytest.approx(168 / 152_511)
+    assert found.dense_share == pytest.approx(211 / 152_511)
     every = replace(job, local_step_scaler=None, local_step_clipper=1)
     spoken = found.node_bytes / predict(NETWORK, every, "zero_one_adam").node_bytes
-    assert spoken == pytest.approx(74_184 / (152_511 - 168))
+    assert spoken == pytest.approx(74_169 / 152_300)
     assert found.step_seconds < predict(NETWORK, every, "zero_one_adam").step_seconds
 
 
-@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb"])
 @pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb"])
 def test_refreshes_are_counted_as_the_optimizer_makes_them(algorithm: str) -> None:
     p = torch.nn.Parameter(torch.zeros(40))

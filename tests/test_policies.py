@@ -45,14 +45,19 @@ def test_refresh_gap_doubles_after_every_scaler_refreshes() -> None:
     assert refreshes(VariancePolicy(1), 40) == [1, 2, 4, 8, 16, 32]
 
 
-def test_a_schedule_entered_later_has_the_gaps_of_its_steps_and_the_least_one_at_least() -> None:
-    policy = VariancePolicy(16, least_gap=4)
-    policy.record(100)
-    assert refreshes(policy, 140, first=101) == [104, 108, 112, 116, 124, 132, 140]
-    assert VariancePolicy(16, least_gap=4).count(100, 140) == 7 and policy.refreshes == 8
-    early = VariancePolicy(16, least_gap=4)
-    early.record(10)
-    assert refreshes(early, 60, first=11) == [14, 18, 22, 26, 30, 34, 38, 42, 46, 50, 54, 58]
+def test_after_the_freeze_gaps_are_those_of_the_steps_and_16_at_least() -> None:
+    policy = VariancePolicy(16)
+    policy.freeze(300, None, learned=True)
+    assert refreshes(policy, 600, first=301) == [*range(316, 509, 16), 540, 572]
+    assert VariancePolicy(16).count(300, 600) == 15 and policy.refreshes == 16
+    # 0/1 Adam's last refresh may lie before its freeze
+    policy = VariancePolicy(2)
+    assert refreshes(policy, 40) == [1, 2, 3, 5, 7, 11, 15, 23, 31]
+    policy.freeze(40, None, learned=False)
+    assert refreshes(policy, 80, first=41) == [47, 63]
+    policy = VariancePolicy(2)
+    policy.freeze(40, 5, learned=False)
+    assert refreshes(policy, 60, first=41) == [45, 50, 55, 60]
 
 
 def test_a_refresh_that_is_missed_is_made_up_for_and_one_may_come_early() -> None:
@@ -62,6 +67,8 @@ def test_a_refresh_that_is_missed_is_made_up_for_and_one_may_come_early() -> Non
     policy.bring_forward(1010)
     policy.bring_forward(1020)
     assert policy.due(1010) and not policy.due(1009)
+    policy.record(1010)
+    assert policy.next_step == 1020, "what was asked for last counts even where a refresh comes before it"
 
 
 def test_a_refresh_counts_for_all_steps_since_the_last_up_to_a_weight_of_a_sixteenth() -> None:
@@ -145,6 +152,9 @@ def test_replay_counts_the_rounds_of_the_written_down_policies(
             t_u.last = t
         if dense:
             t_v.refreshed(t)
+        if t == freeze:
+            t_v.frozen = True
+            t_v.next = t_v.last + t_v.gap(t_v.last)
         theirs["dense" if dense else "one_bit" if sync else "silent"] += 1
     assert ours == theirs
 

@@ -25,8 +25,8 @@ log = logging.getLogger("lightning_onebit")
 TRUST_RATIOS = choices(TrustRatio)
 FROZEN_OPTIONS = {"coeff_beta": 0.9, "factor_max": 4.0, "factor_min": 0.5, "factor_threshold": 0.1}
 
-#: compressed steps after the freeze in all of which gradients are measured, the interval from there on, and steps that the averages remember
-#: (a measurement counts by the interval over that, or as one of those there are while they are few)
+#: compressed steps after the freeze in all of which gradients are measured, the interval from there on, and steps that the averages
+#: remember (a measurement counts by the interval over that, or as one of those there are while they are few)
 FIRST_STEPS, RATIO_INTERVAL, REMEMBERED_STEPS = 10, 2, 50
 
 # Per-parameter scalars, by their names in a checkpoint, with their first values. Of the published rule: r (the last f). Of the other one:

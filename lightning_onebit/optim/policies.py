@@ -6,14 +6,14 @@ Objects with state, saved in checkpoints.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lightning_onebit._choices import LocalStepPolicy, choices
 from lightning_onebit.optim.options import check_integer
 
 #: refreshes after which the gap to the next doubles, as published; none counts for more than one part in as many of a second moment, and
-#: after a dense warm-up no more than one step in as many is one
+#: after the freeze no more than one step in as many is one
 REFRESHES_PER_DOUBLING = 16
 
 
@@ -28,10 +28,11 @@ class VariancePolicy:
 
     Attributes:
         scaler: refreshes after which the gap doubles (``var_update_scaler``).
-        least_gap: smallest gap; after a dense warm-up more than 1, so that most steps are compressed.
+        frozen: whether second moments have frozen: gaps are 16 at least from there on, so that most steps are compressed.
         interval: steps from any refresh to the next one, in the place of the schedule; None: the schedule.
         last_step: the last step in which second moments have learned; 0 before the first.
         next_step: step of the next refresh.
+        asked: the last step that was asked for besides the schedule; 0: none.
         refreshes: number of refreshes so far.
 
     Example:
@@ -45,10 +46,11 @@ class VariancePolicy:
     """
 
     scaler: int = REFRESHES_PER_DOUBLING
-    least_gap: int = 1
+    frozen: bool = False
     interval: int | None = None
     last_step: int = 0
     next_step: int = 1
+    asked: int = 0
     refreshes: int = 0
 
     def due(self, step: int) -> bool:
@@ -59,12 +61,15 @@ class VariancePolicy:
         """Says that second moments have learned in ``step``."""
         self.last_step, self.next_step = step, step + self.gap(step)
         self.refreshes += 1
+        if self.asked > step:
+            self.next_step = min(self.next_step, self.asked)
 
     def gap(self, step: int) -> int:
         """Steps from a refresh at ``step`` to the next one."""
         if self.interval is not None:
             return self.interval
-        return max(self.least_gap, 1 << (1 + (step - 1) // self.scaler).bit_length() - 1)
+        least = REFRESHES_PER_DOUBLING if self.frozen else 1
+        return max(least, 1 << (1 + max(0, step - 1) // self.scaler).bit_length() - 1)
 
     def freeze(self, step: int, interval: int | None, *, learned: bool) -> None:
         """Says that second moments freeze after ``step``.
@@ -74,11 +79,11 @@ class VariancePolicy:
             interval: of refreshes from here on; None: the schedule.
             learned: whether they have learned in that step, as in all of a dense warm-up.
         """
-        self.interval = interval
+        self.frozen, self.interval = True, interval
         if learned:
             self.record(step)
-        elif interval is not None:
-            self.next_step = step + interval
+        else:
+            self.next_step = step + interval if interval is not None else self.last_step + self.gap(self.last_step)
 
     def updates(self, step: int, b2: float, known: float) -> float:
         """For how many updates of a second moment a refresh at ``step`` counts: all steps since the last one, within a bound.
@@ -100,27 +105,29 @@ class VariancePolicy:
 
     def bring_forward(self, step: int) -> None:
         """Makes ``step`` a refresh, unless there is one before it."""
-        self.next_step = min(self.next_step, step)
+        self.asked, self.next_step = step, min(self.next_step, step)
 
     def count(self, after: int, until: int) -> int:
-        """Number of refreshes in steps ``after + 1`` to ``until``, if second moments have learned in step ``after``.
+        """Number of refreshes in steps ``after + 1`` to ``until`` of second moments that have learned in step ``after`` and frozen then.
 
         Example:
             >>> VariancePolicy().count(1000, 10_000)
             52
         """
+        frozen = replace(self, frozen=True)
         step, number = after, 0
-        while (step := step + self.gap(max(1, step))) <= until:
+        while (step := step + frozen.gap(step)) <= until:
             number += 1
         return number
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint."""
-        return {"last_step": self.last_step, "next_step": self.next_step, "refreshes": self.refreshes}
+        return {name: getattr(self, name) for name in ("last_step", "next_step", "asked", "refreshes")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continues from ``state_dict()``; the scaler stays what this run was given."""
-        self.last_step, self.next_step, self.refreshes = state["last_step"], state["next_step"], state["refreshes"]
+        self.last_step, self.next_step = state["last_step"], state["next_step"]
+        self.asked, self.refreshes = state["asked"], state["refreshes"]
 
 
 class SyncPolicy(Protocol):
@@ -276,7 +283,7 @@ def replay_schedule(
 
     Example:
         >>> replay_schedule(1000, var_freeze_step=200, var_update_scaler=16, policy=IntervalPolicy(16, scaler=100))
-        {'dense': 96, 'one_bit': 343, 'silent': 561}
+        {'dense': 93, 'one_bit': 346, 'silent': 561}
     """
     variance = VariancePolicy(var_update_scaler)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}
@@ -295,4 +302,5 @@ def replay_schedule(
             counts["one_bit"] += 1
         if step == var_freeze_step:
             policy.start(step, 1.0)
+            variance.freeze(step, None, learned=False)
     return counts

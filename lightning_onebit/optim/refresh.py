@@ -31,8 +31,7 @@ class RefreshingAdam(LateParameters):
             check_choice("refresh", refresh, choices(RefreshRule))
         else:
             check_integer("refresh", refresh, least=1)
-        least_gap = REFRESHES_PER_DOUBLING if self._has_dense_warm_up else 1
-        self.variance_policy = VariancePolicy(settings.get("var_update_scaler", REFRESHES_PER_DOUBLING), least_gap)
+        self.variance_policy = VariancePolicy(settings.get("var_update_scaler", REFRESHES_PER_DOUBLING))
         super().__init__(params, defaults, options, settings)
 
     def dense_steps_after_freeze(self, freeze_step: int, steps: int) -> int:
@@ -108,12 +107,17 @@ class RefreshingAdam(LateParameters):
     def _first_gradients(self, indices: list[int]) -> None:
         """See the base; a refresh follows once those have moved a little."""
         super()._first_gradients(indices)
-        self.variance_policy.bring_forward(self._steps + 1 + STEPS_BEFORE_REFRESH)
+        self._refresh_by(self._steps + 1 + STEPS_BEFORE_REFRESH)
 
     def _take_in(self, index: int, state: dict[str, Tensor]) -> None:
         """See the base; a refresh follows."""
         super()._take_in(index, state)
-        self.variance_policy.bring_forward(self._steps + 1)
+        self._refresh_by(self._steps + 1)
+
+    def _refresh_by(self, step: int) -> None:
+        """Makes ``step`` a refresh of frozen second moments, unless there is one before it."""
+        if self._refreshes and self._phase is not Phase.WARMUP:
+            self.variance_policy.bring_forward(step)
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -125,7 +129,8 @@ class RefreshingAdam(LateParameters):
             self.variance_policy.load_state_dict(books["variance_policy"])
         else:
             self.variance_policy.record(self._steps)  # a state of plain Adam
-        self.variance_policy.interval = None if phase is Phase.WARMUP else self._interval
+        self.variance_policy.frozen = phase is not Phase.WARMUP
+        self.variance_policy.interval = self._interval if self.variance_policy.frozen else None
         super()._load_phase(phase, books, saved)
 
 

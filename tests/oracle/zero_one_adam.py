@@ -23,21 +23,31 @@ from oracle.common import (
 
 
 class VariancePolicy:
-    """``T_v``: the gap after a refresh at t is ``gap_of_refreshes(t)``; the first refresh is at t = 1.
+    """``T_v``: the gap after a refresh at t is ``gap_of_refreshes(t)``, after the freeze at least 16; the first refresh is at t = 1.
 
     Followed from there, the gap between refresh j and refresh j+1 is ``2^floor(j/scaler)``.
     """
 
     def __init__(self, scaler: int = 16) -> None:
-        self.scaler, self.last, self.next = scaler, 0, 1
+        self.scaler, self.last, self.next, self.asked, self.frozen = scaler, 0, 1, 0, False
 
     def __call__(self, t: int) -> bool:
         """Whether step t refreshes v; asked once for every t = 1, 2, ... in turn."""
         return t >= self.next
 
+    def gap(self, t: int) -> int:
+        """Steps from a refresh at t to the next one."""
+        return max(16 if self.frozen else 1, gap_of_refreshes(t, self.scaler))
+
+    def ask(self, t: int) -> None:
+        """Makes step t a refresh, if there is none before it."""
+        self.asked, self.next = t, min(self.next, t)
+
     def refreshed(self, t: int) -> None:
         """Says that step t did."""
-        self.last, self.next = t, t + gap_of_refreshes(t, self.scaler)
+        self.last, self.next = t, t + self.gap(t)
+        if self.asked > t:
+            self.next = min(self.next, self.asked)
 
 
 class SyncPolicy:
@@ -159,6 +169,8 @@ class ZeroOneAdam:
         local_stage = self.steps > self.var_freeze_step
         if local_stage and self.frozen is None:
             self.frozen = ([floored(v, self.phi) for v in self.v], list(self.k))
+            self.T_v.frozen = True
+            self.T_v.next = self.T_v.last + self.T_v.gap(self.T_v.last)
             if not isinstance(self.refresh, str):
                 self.T_v.next = self.steps + self.refresh
         due = self.T_v(self.steps) and (not local_stage or self.refresh != "never")
@@ -208,7 +220,8 @@ class ZeroOneAdam:
             local = zero_if_missing(g, l, self.v[l].size)
             if cold and (np.mean(local, axis=0) if kind in ("refresh", "relearn", "dense") else np.array(local)).any():
                 self.late[l] = (self.t[l], self.t[l] + max(1, min(self.steps - 1, round(1 / (1 - self.b2)))))
-                self.T_v.next = min(self.T_v.next, self.steps + 4)
+                if local_stage and self.refresh != "never":
+                    self.T_v.ask(self.steps + 4)
 
     def _learn_alone(self, l: int, g: Sequence[Array]) -> None:
         """Adam, as torch.optim.AdamW has it, on the averaged gradient."""
@@ -225,7 +238,8 @@ class ZeroOneAdam:
             if self.t[l] >= ends and self.v[l].any():
                 del self.late[l]
                 self.k[l] = self.t[l] - begun
-                self.T_v.next = min(self.T_v.next, self.steps + 1)
+                if local_stage and self.refresh != "never":
+                    self.T_v.ask(self.steps + 1)
                 if self.frozen is not None:
                     self.frozen[0][l], self.frozen[1][l] = floored(self.v[l], self.phi), self.k[l]
 
