@@ -57,7 +57,9 @@ def train(rank: int, folder: str, width: int, layers: int, batch: int, trace: st
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.Tanh())))
+    model = torch.nn.Sequential(
+        *(part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.Tanh()))
+    )
     optimizer = OnebitAdam(
         model.parameters(),
         lr=1e-4,

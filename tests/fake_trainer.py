@@ -77,4 +77,7 @@ class FakeModule:
 def onebit_adam(**options: Any) -> OnebitAdam:
     """A small OnebitAdam that compresses though it is alone."""
     parameters = [torch.nn.Parameter(torch.randn(33, 5)), torch.nn.Parameter(torch.randn(7))]
-    return OnebitAdam(parameters, **{"force_compression": True, "block_size": 32, "kernels": "reference", **options})
+    return OnebitAdam(
+        parameters,
+        **{"force_compression": True, "refresh": "never", "block_size": 32, "kernels": "reference", **options},
+    )

@@ -289,7 +289,7 @@ def test_published_volume_reductions_are_reproduced() -> None:
 
 def large(**options: Any) -> OnebitAdam:
     """A model whose tensors fill their blocks."""
-    return OnebitAdam([torch.nn.Parameter(torch.zeros(1024, 2048))], **options)
+    return OnebitAdam([torch.nn.Parameter(torch.zeros(1024, 2048))], **{"refresh": "never", **options})
 
 
 def test_the_forecast_names_the_reduction(said: list[str]) -> None:
@@ -336,9 +336,9 @@ def test_the_forecast_says_that_a_model_is_too_small_to_gain(said: list[str]) ->
 
 def test_the_forecast_counts_refreshes(said: list[str]) -> None:
     FakeTrainer([large(refresh=96)], 1000).start(VarianceFreezeMixin(fraction=0.15))
-    # 15 % and 4 % of the other 85 %
-    assert "(w = 18.4%)" in said[0] and "refreshes 4.0% of the others" in said[0]
-    assert volume_reduction(0.184, 32) == pytest.approx(4.78, abs=0.01) and "4.8x less is sent" in said[0]
+    # 15 % and 8 of 1,000
+    assert "(w = 15.8%)" in said[0] and "and 8 refreshes" in said[0]
+    assert volume_reduction(0.158, 32) == pytest.approx(5.42, abs=0.01) and "5.4x less is sent" in said[0]
 
 
 def test_the_forecast_of_the_automatic_rule_is_a_lower_bound_and_warns_of_a_useless_window(said: list[str]) -> None:

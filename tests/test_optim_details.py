@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import run_ranks
-from optim_support import equal, run_world, whole_state
+from optim_support import equal, run_world
 
 from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.comm.transport import Pending

@@ -238,7 +238,7 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
             assert p.mean_seconds == pytest.approx(0.281 * p.dense_seconds + 0.719 * p.step_seconds)
         if p.name == "binsgdm":
             assert p.dense_share == 0.0 and p.mean_seconds == pytest.approx(p.step_seconds, rel=0.01)
-    # 0/1 Adam with the constants of its paper, and 58 refreshes after the freeze: 211 dense rounds, 74,169 one-bit ones, 78,131 silent steps
+    # 0/1 Adam with the constants of its paper, and 58 refreshes after the freeze: 211 dense rounds, 74,169 one-bit ones
     job = replace(BERT, steps=152_511, warmup=12_500 / 152_511, local_step_scaler=32_678)
     found = predict(NETWORK, job, "zero_one_adam")
     assert found.dense_share == pytest.approx(211 / 152_511)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class RefreshingAdam(LateParameters):
 
     def dense_steps_after_freeze(self, freeze_step: int, steps: int) -> int:
         """How many steps of a run of ``steps`` that freezes after ``freeze_step`` are refreshes."""
-        return self.variance_policy.count(freeze_step, steps) if self._refreshes else 0
+        after = replace(self.variance_policy, interval=self._interval)
+        return after.count(freeze_step, steps) if self._refreshes else 0
 
     @property
     def _refreshes(self) -> bool:
@@ -127,8 +129,10 @@ class RefreshingAdam(LateParameters):
     def _load_phase(self, phase: Phase, books: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
         if "variance_policy" in books:
             self.variance_policy.load_state_dict(books["variance_policy"])
-        else:
-            self.variance_policy.record(self._steps)  # a state of plain Adam
+        else:  # nobody's, or a state of plain Adam
+            self.variance_policy = VariancePolicy(self.variance_policy.scaler)
+            if self._steps:
+                self.variance_policy.record(self._steps)
         self.variance_policy.frozen = phase is not Phase.WARMUP
         self.variance_policy.interval = self._interval if self.variance_policy.frozen else None
         super()._load_phase(phase, books, saved)
