@@ -46,6 +46,7 @@ from lightning_onebit.comm import SimulatedWorld  # noqa: E402
 RUNS = HERE / "results" / "rules_runs.jsonl"
 SUMMARY = HERE / "results" / "rules.json"
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK = 2048
 
 
@@ -95,6 +96,8 @@ TASKS = {
     for task in (
         Task("T1", 4, 8, 64, 1000, 200, 200, 4096, 128, 2),
         Task("T1short", 4, 8, 64, 1000, 50, 100, 4096, 128, 2),
+        Task("T1early", 4, 8, 64, 1000, 50, 50, 4096, 128, 2, "T1short"),
+        Task("T1half", 4, 8, 64, 1000, 50, 500, 4096, 128, 2, "T1short"),
         Task("T2", 16, 2, 64, 1000, 200, 200, 4096, 128, 2, "T1"),
         Task("T2short", 16, 2, 64, 1000, 50, 100, 4096, 128, 2, "T1short"),
         Task("T3", 4, 4, 128, 600, 60, 120, 256, 256, 4),
@@ -128,7 +131,8 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 residual = "project" in name or "down" in name
-                p.data.normal_(std=0.02 / (2 * task.layers) ** 0.5 if residual else 0.02, generator=draws)
+                # with GPT-2's 0.02, for widths of 768 and more, attention begins to learn hundreds of steps earlier or later by chance
+                p.data.normal_(std=0.05 / (2 * task.layers) ** 0.5 if residual else 0.05, generator=draws)
             elif "norm" not in name:
                 p.data.zero_()
 
@@ -192,14 +196,14 @@ def batch(task: Task, tokens: Tensor, seed: int, step: int) -> Tensor:
     """The windows of a step, those of a worker together: int64 ``(workers * rows, context + 1)``."""
     draws = torch.Generator().manual_seed(seed * 10**6 + step)
     starts = torch.randint(len(tokens) - task.context - 1, (task.workers * task.rows, 1), generator=draws)
-    return tokens[starts + torch.arange(task.context + 1)]
+    return tokens[(starts + torch.arange(task.context + 1)).to(tokens.device)]
 
 
 def backward(model: nn.Module, rows: Tensor, parts: int = 1) -> Tensor:
     """Gradients of the mean loss, matrix products in bf16, a part of the rows at a time; returns that loss, 0-d."""
-    total = torch.zeros(())
+    total = torch.zeros((), device=rows.device)
     for part in rows.chunk(parts):
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(rows.device.type, torch.bfloat16):
             loss = model(part) / parts
         loss.backward()
         total += loss.detach()
@@ -210,7 +214,7 @@ def backward(model: nn.Module, rows: Tensor, parts: int = 1) -> Tensor:
 def validation_loss(task: Task, model: GPT, tokens: Tensor, windows: int = 1024) -> float:
     """Mean loss over windows spread evenly over the validation text."""
     starts = torch.linspace(0, len(tokens) - task.context - 1, windows).long()[:, None]
-    rows = tokens[starts + torch.arange(task.context + 1)]
+    rows = tokens[(starts + torch.arange(task.context + 1)).to(tokens.device)]
     return statistics.fmean(model(part).item() for part in rows.split(64))
 
 
@@ -228,7 +232,7 @@ class Rule:
         family: ``"dense"`` (one process, the mean gradient), ``"library"`` (a ``SimulatedWorld``) or ``"stacked"`` (gradients of all
             workers as rows of one tensor, for what the library has no option for).
         make: makes the optimizer: from ``(parameters, lr, task, **more)``.
-        lr: where the search for the best learning rate begins.
+        lr: where the search for the best learning rate begins; 0: at the twin's best.
         twin: the rule that it is compared with.
         like: the rule whose best learning rate is used; empty: its own.
         tasks: those it is run on; empty: all.
@@ -276,9 +280,10 @@ class Separated(torch.optim.Optimizer):
         freeze: the second moment stops at the freeze, and its denominators get the library's floor.
         compress: from the freeze on the momentum is exchanged as one bit with error feedback.
         preconditioned: what is compressed is the momentum divided by its denominators.
-        refresh: after the freeze the second moment learns in single dense steps, whenever the steps since the last are ``1 / refresh``
-            of all steps so far; 0: never.
-        window: a refresh stands for the steps since the last one, but never weighs more than ``1 / window`` in the second moment.
+        refresh: after the freeze the second moment learns in single dense steps on 0/1 Adam's schedule: gaps double after as many of them,
+            and are 16 steps at least; 0: never.
+        window: a refresh stands for the steps since the last one, but weighs no more than ``1 / window`` in the corrected second moment,
+            or than one step of AdamW where that is more.
         floor: of denominators, in units of the root of their tensor's mean second moment.
         lamb: trust ratios of LAMB.
         ratio: ``"own"``: of the step that is made; ``"frozen"``: their average, which stays as it is from the freeze on.
@@ -295,7 +300,7 @@ class Separated(torch.optim.Optimizer):
         compress: bool,
         preconditioned: bool = True,
         refresh: int = 0,
-        window: int = 1,
+        window: int = 16,
         floor: float = 0.1,
         lamb: bool = False,
         ratio: str = "own",
@@ -317,7 +322,9 @@ class Separated(torch.optim.Optimizer):
         """One step; ``rows[k]`` is ``(workers, *shape)`` for parameter k."""
         self.t += 1
         frozen = self.t > self.task.warm_up
-        learns = not frozen or (self.refresh > 0 and (self.t - self.last) * self.refresh >= self.t)
+        learns = not frozen
+        if frozen and self.refresh:
+            learns = self.t - self.last >= max(16, 2 ** int(math.log2(1 + (self.last - 1) / self.refresh)))
         for p, g in zip(self.param_groups[0]["params"], rows, strict=True):
             self._step(p, g, frozen, learns, self.param_groups[0]["lr"])
         if learns:
@@ -336,7 +343,8 @@ class Separated(torch.optim.Optimizer):
         if learns or not self.freeze:
             kept = b2 ** (self.t - self.last) if self.freeze and frozen else b2
             if frozen and self.freeze:
-                kept = max(kept, 1 - 1 / self.window)
+                w = self.window
+                kept = max(kept, min(b2, (w - 1) / (w - state["old"])))
             state["v"].mul_(kept).addcmul_(mean, mean, value=1 - kept)
             state["old"] *= kept
         vhat = state["v"] / (1 - state["old"])
@@ -366,7 +374,7 @@ class Separated(torch.optim.Optimizer):
         flat = F.pad(flat, (0, rest))
         if "e" not in state:
             state |= {"e": torch.zeros_like(flat), "d": torch.zeros_like(flat[0])}
-        lengths = torch.full((flat.shape[1] // BLOCK,), float(BLOCK))
+        lengths = torch.full((flat.shape[1] // BLOCK,), float(BLOCK), device=flat.device)
         lengths[-1] = BLOCK - rest
         y = flat + state["e"]
         received = _one_bit(y, lengths)
@@ -401,42 +409,46 @@ def _library(cls: type[Any], **options: Any) -> Callable[..., Any]:
 
 def _rules() -> dict[str, Rule]:
     warm_up, half = (lambda task: task.warm_up), (lambda task: task.steps // 2)
-    adam_published = {
-        "preconditioned": False,
-        "refresh_interval": "never",
-        "scale_factor": 1.0,
-        "server_scale_factor": 1.0,
-    }
-    zero_one_published = {**adam_published, "var_decay": "refresh", "var_rise_steps": 0}
+    adam_published = {"preconditioned": False, "refresh": "never"}
+    zero_one_published = {**adam_published, "var_decay": "refresh"}
     binsgdm_published = {"server": "random", "draws": "independent", "magnitude_beta": 0.7, "denominator_floor": 0.0}
     local = {"local_step_scaler": lambda task: task.steps // 20, "local_step_clipper": 4}
 
     def like(name: str, default: str) -> str:
-        return "" if name == default else default
+        return "" if name == default else "adamw95" if name.endswith("95") else default
 
     def adam(name: str, **options: Any) -> Rule:
         made = _library(ob.OnebitAdam, freeze_step=warm_up, **options)
-        return Rule(name, "library", made, 4e-3, "adamw95" if name.endswith("95") else "adamw", like(name, "onebit_adam"))
+        return Rule(
+            name, "library", made, 0.0, "adamw95" if name.endswith("95") else "adamw", like(name, "onebit_adam")
+        )
 
     def lamb(name: str, **options: Any) -> Rule:
-        return Rule(name, "library", _library(ob.OnebitLamb, freeze_step=warm_up, **options), 1e-2, "lamb", like(name, "onebit_lamb"))
+        return Rule(
+            name,
+            "library",
+            _library(ob.OnebitLamb, freeze_step=warm_up, **options),
+            0.0,
+            "lamb",
+            like(name, "onebit_lamb"),
+        )
 
     def zero_one(name: str, **options: Any) -> Rule:
         made = _library(ob.ZeroOneAdam, var_freeze_step=half, **options)
         twin = "adamw95" if name.endswith("95") else "adamw"
-        return Rule(name, "library", made, 4e-3, twin, like(name, "zero_one_adam"))
+        return Rule(name, "library", made, 0.0, twin, like(name, "zero_one_adam"))
 
     def binsgdm(name: str, **options: Any) -> Rule:
-        return Rule(name, "library", _library(ob.BinSGDM, **options), 1e-3, "sign", like(name, "binsgdm"))
+        return Rule(name, "library", _library(ob.BinSGDM, **options), 0.0, "sign", like(name, "binsgdm"))
 
-    def separated(name: str, twin: str, lr: float, **options: Any) -> Rule:
-        return Rule(name, "stacked", lambda p, lr, task: Separated(p, lr, task, **options), lr, twin, twin)
+    def separated(name: str, twin: str, **options: Any) -> Rule:
+        return Rule(name, "stacked", lambda p, lr, task: Separated(p, lr, task, **options), 0.0, twin, twin)
 
     both: dict[str, Any] = {"freeze": True, "compress": True}
 
     rules = [
-        Rule("adamw", "dense", _dense_adam(BETAS), 4e-3),
-        Rule("adamw95", "dense", _dense_adam(BETAS95), 4e-3),
+        Rule("adamw", "dense", _dense_adam(BETAS), 2e-3),
+        Rule("adamw95", "dense", _dense_adam(BETAS95), 2e-3),
         Rule("lamb", "dense", lambda p, lr, task: ob.OnebitLamb(p, lr=lr), 1e-2),
         Rule("sign", "dense", lambda p, lr, task: SignDescent(p, lr, lion=False), 1e-3),
         Rule("lion", "dense", lambda p, lr, task: SignDescent(p, lr, lion=True), 1e-3),
@@ -445,25 +457,19 @@ def _rules() -> dict[str, Rule]:
         adam("onebit_adam_95", betas=BETAS95),
         adam("onebit_adam_published", **adam_published),
         adam("onebit_adam_plain_momentum", preconditioned=False),
-        adam("onebit_adam_never_refreshed", refresh_interval="never"),
-        adam("onebit_adam_refresh_10_1", refresh_interval=10, refresh_steps=1),
-        adam("onebit_adam_refresh_40_4", refresh_interval=40, refresh_steps=4),
+        adam("onebit_adam_never_refreshed", refresh="never"),
         adam("onebit_adam_floor_0.01", denominator_floor=0.01),
         adam("onebit_adam_no_bias_correction", bias_correction=False),
         # 1-bit LAMB
         lamb("onebit_lamb"),
         lamb("onebit_lamb_published", trust_ratio="frozen"),
-        lamb("onebit_lamb_scale_1", scale_factor=1.0, server_scale_factor=1.0),
-        lamb("onebit_lamb_never_refreshed", refresh_interval="never"),
-        lamb("onebit_lamb_refresh_40_4", refresh_interval=40, refresh_steps=4),
+        lamb("onebit_lamb_never_refreshed", refresh="never"),
         # 0/1 Adam
         zero_one("zero_one_adam"),
         zero_one("zero_one_adam_95", betas=BETAS95),
         zero_one("zero_one_adam_published", **zero_one_published),
-        zero_one("zero_one_adam_never_refreshed", refresh_interval="never"),
+        zero_one("zero_one_adam_never_refreshed", refresh="never"),
         zero_one("zero_one_adam_decay_per_refresh", var_decay="refresh"),
-        zero_one("zero_one_adam_no_wait_for_rise", var_rise_steps=0),
-        zero_one("zero_one_adam_preconditioned", preconditioned=True),
         zero_one("zero_one_adam_plain_momentum", preconditioned=False),
         zero_one("zero_one_adam_local_4", **local),
         # BinSGDM
@@ -476,20 +482,20 @@ def _rules() -> dict[str, Rule]:
         binsgdm("binsgdm_one_beta", magnitude_beta=0.7),
         binsgdm("binsgdm_no_floor", denominator_floor=0.0),
         # what costs how much, one at a time
-        separated("adam_frozen_dense", "adamw", 8e-3, freeze=True, compress=False),
-        separated("adam_learning_compressed", "adamw", 8e-3, freeze=False, compress=True),
-        separated("adam_frozen_compressed", "adamw", 8e-3, freeze=True, compress=True),
-        separated("lamb_frozen_dense", "lamb", 1e-2, freeze=True, compress=False, lamb=True),
-        separated("lamb_frozen_ratio", "lamb", 1e-2, freeze=False, compress=False, lamb=True, ratio="frozen"),
-        separated("lamb_learning_compressed", "lamb", 1e-2, freeze=False, compress=True, lamb=True),
-        separated("lamb_frozen_compressed", "lamb", 1e-2, freeze=True, compress=True, lamb=True),
-        separated("adam_refreshed_16", "adamw", 8e-3, **both, refresh=16),
-        separated("adam_refreshed_16_dense", "adamw", 8e-3, freeze=True, compress=False, refresh=16),
-        separated("adam_refreshed_16_plain", "adamw", 8e-3, **both, refresh=16, preconditioned=False),
-        separated("adam_refreshed_16_window_8_95", "adamw95", 8e-3, **both, refresh=16, window=8, betas=BETAS95),
-        separated("adam_refreshed_16_95", "adamw95", 8e-3, **both, refresh=16, betas=BETAS95),
-        separated("lamb_refreshed_16", "lamb", 1e-2, **both, refresh=16, lamb=True),
-        separated("lamb_refreshed_16_dense", "lamb", 1e-2, freeze=True, compress=False, refresh=16, lamb=True),
+        separated("adam_frozen_dense", "adamw", freeze=True, compress=False),
+        separated("adam_learning_compressed", "adamw", freeze=False, compress=True),
+        separated("adam_frozen_compressed", "adamw", **both),
+        separated("adam_frozen_plain", "adamw", **both, preconditioned=False),
+        separated("adam_refreshed", "adamw", **both, refresh=16),
+        separated("adam_refreshed_plain", "adamw", **both, refresh=16, preconditioned=False),
+        separated("adam_refreshed_floor_0.01", "adamw", **both, refresh=16, floor=0.01),
+        separated("adam_frozen_compressed_95", "adamw95", **both, betas=BETAS95),
+        separated("adam_refreshed_95", "adamw95", **both, refresh=16, betas=BETAS95),
+        separated("lamb_frozen_dense", "lamb", freeze=True, compress=False, lamb=True),
+        separated("lamb_frozen_ratio", "lamb", freeze=False, compress=False, lamb=True, ratio="frozen"),
+        separated("lamb_learning_compressed", "lamb", freeze=False, compress=True, lamb=True),
+        separated("lamb_frozen_compressed", "lamb", **both, lamb=True),
+        separated("lamb_refreshed", "lamb", **both, refresh=16, lamb=True),
     ]
     return {rule.name: rule for rule in rules}
 
@@ -523,21 +529,21 @@ def _result(losses: Sequence[float], validation: float, nbytes: float) -> dict[s
 
 
 def _run_dense(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
-    train, validation = corpus(task.vocabulary)
-    model = GPT(task, seed)
+    train, validation = (tokens.to(DEVICE) for tokens in corpus(task.vocabulary))
+    model = GPT(task, seed).to(DEVICE)
     optimizer = rule.make(list(model.parameters()), lr, task)
     losses = []
     for step in range(1, task.steps + 1):
         optimizer.param_groups[0]["lr"] = task.lr(lr, step)
         optimizer.zero_grad()
-        losses.append(backward(model, batch(task, train, seed, step), task.workers * task.rows // 8).item())
+        losses.append(backward(model, batch(task, train, seed, step), max(1, task.workers * task.rows // 8)).item())
         optimizer.step()
     return _result(losses, validation_loss(task, model, validation), 8 * (task.workers - 1) / task.workers)
 
 
 def _run_stacked(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
-    train, validation = corpus(task.vocabulary)
-    model = GPT(task, seed)
+    train, validation = (tokens.to(DEVICE) for tokens in corpus(task.vocabulary))
+    model = GPT(task, seed).to(DEVICE)
     params = list(model.parameters())
     optimizer = rule.make(params, lr, task)
     losses = []
@@ -554,15 +560,16 @@ def _run_stacked(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]
 
 
 def _run_library(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
-    train, validation = corpus(task.vocabulary)
+    train, validation = (tokens.to(DEVICE) for tokens in corpus(task.vocabulary))
     turn = threading.Lock()  # one core: models that take turns are faster than models that share it
 
     def worker(group: Any) -> dict[str, Any] | None:
-        model = GPT(task, seed)
+        model = GPT(task, seed).to(DEVICE)
         optimizer = rule.make(list(model.parameters()), lr, task, group)
         losses = torch.zeros(task.steps)
         for step in range(1, task.steps + 1):
-            optimizer.param_groups[0]["lr"] = task.lr(lr, step)
+            for param_group in optimizer.param_groups:
+                param_group["lr"] = task.lr(lr, step)
             rows = batch(task, train, seed, step).chunk(task.workers)[group.rank]
             with turn:
                 optimizer.zero_grad()
@@ -612,7 +619,8 @@ def search(runs: Iterable[Mapping[str, Any]], rule: Rule) -> tuple[float, bool]:
 def best_lr(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> tuple[float, bool]:
     """``search`` in the task and for the rule whose learning rates count for this one."""
     task, rule = TASKS[task].like or task, RULES[rule.like] if rule.like else rule
-    return search([run for run in runs if run["task"] == task], rule)
+    lr, bracketed = search([run for run in runs if run["task"] == task], rule)
+    return (lr, bracketed) if lr else (best_lr(task, RULES[rule.twin], runs)[0], False)
 
 
 def wanted(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
@@ -621,7 +629,10 @@ def wanted(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> list[tup
         return []
     lr, bracketed = best_lr(task, rule, runs)
     if not bracketed:
-        return [] if TASKS[task].like or rule.like else [(lr, SEARCH_SEED)]
+        waits = not any(run["task"] == task and run["rule"] == rule.name for run in runs) and rule.lr == 0
+        if TASKS[task].like or rule.like or (waits and not best_lr(task, RULES[rule.twin], runs)[1]):
+            return []
+        return [(lr, SEARCH_SEED)]
     done = {run["seed"] for run in runs if run["task"] == task and run["rule"] == rule.name and run["lr"] == lr}
     return [(lr, seed) for seed in SEEDS if seed not in done]
 
