@@ -29,7 +29,7 @@ def test_one_bit_adam_of_the_study_is_the_librarys(steps: int, name: str, monkey
     assert dense["curve"][:6] == pytest.approx(mine["curve"][:6], abs=5e-3), (
         "the same weights and data until the freeze"
     )
-    assert abs(dense["loss"] - mine["loss"]) > 0.02
+    assert max(abs(a - b) for a, b in zip(dense["curve"], mine["curve"], strict=True)) > 0.02
 
 
 def run(lr: float, loss: float, seed: int = 0, rule: str = "adamw", **more: Any) -> dict[str, Any]:
