@@ -163,7 +163,6 @@ def test_compress_follows_the_definition(
     kernels: KernelBackend, sizes: tuple[int, ...], block_size: int, momentum: str, gradient: str, preconditioned: bool
 ) -> None:
     device, rng = device_of(kernels), np.random.default_rng([block_size, *sizes])
-    factor = float(rng.choice([1.0, 1.3]))
     bucket = bucket_of(sizes, block_size, device, world=2)
     a = rng.random(bucket.blocks).astype(f32)
     b = rng.random(bucket.blocks).astype(f32)
@@ -200,7 +199,6 @@ def test_compress_follows_the_definition(
         e=residual,
         out=out,
         r=torch.from_numpy(r).to(device) if preconditioned else None,
-        scale_factor=factor,
     )
     expected, kept = [], []
     pieces = zip(cut(m, bucket), cut(g, bucket), cut(e, bucket), cut(r, bucket), strict=True)
@@ -210,7 +208,7 @@ def test_compress_follows_the_definition(
         bg = f32(0) if gradient == "none" else b[block] * pg
         if preconditioned:
             bg = bg * pr
-        s, w, rest = bitwise.compress_block((am + bg) + pe, block_size, factor)
+        s, w, rest = bitwise.compress_block((am + bg) + pe, block_size)
         expected.append((s, w))
         kept.append(rest)
     assert_packed(out, expected)
@@ -358,15 +356,15 @@ def test_reduce_follows_the_definition(
         decoded.append(
             [bitwise.decode_block(s, w, n) for (s, w, _), n in zip(pairs, bucket.lengths.tolist(), strict=True)]
         )
-    d, factor = random_flat(rng, bucket), float(rng.choice([1.0, 1.3]))
+    d = random_flat(rng, bucket)
     kept, out = torch.from_numpy(d.copy()).to(device), Packed.empty(1, bucket.blocks, block_size, device=device)
-    kernels.reduce(received, bucket.lengths, kept, out, 1.0 / rows, factor)
+    kernels.reduce(received, bucket.lengths, kept, out, 1.0 / rows)
     expected, rest = [], []
     for block, piece in enumerate(cut(d, bucket)):
         total = decoded[0][block]
         for row in range(1, rows):
             total = total + decoded[row][block]
-        s, w, r = bitwise.compress_block(total * f32(1.0 / rows) + piece, block_size, factor)
+        s, w, r = bitwise.compress_block(total * f32(1.0 / rows) + piece, block_size)
         expected.append((s, w))
         rest.append(r)
     assert_packed(out, expected)

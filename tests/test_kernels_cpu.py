@@ -110,16 +110,15 @@ def run_everything(
     m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
     g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
     r = flats[1].abs().to(divided) if g is not None and rng.random() < 0.5 else None
-    factor = float(rng.uniform(0.5, 1.7))
     products = torch.empty((blocks, 2), dtype=torch.float64) if m is not None and r is not None else None
-    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r, scale_factor=factor, products=products)
+    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r, products=products)
     written += [raw(settled(e)), raw(out.raw)]
     if products is not None:
         written.append(raw(products))
 
     d, reply = residual(flats[3][: chunk * size]), Packed.empty(1, chunk, size)
     workers = random_payload(rng, int(rng.integers(1, 7)), chunk, size)
-    kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows, factor)
+    kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows)
     written += [raw(settled(d)), raw(reply.raw)]
 
     flat = flats[4].clone()
@@ -285,7 +284,7 @@ def test_what_a_residual_owes_is_what_would_have_been_taken_off_at_once(
         g = torch.from_numpy(rng.standard_normal(bucket.elements).astype(np.float32))
         for e, d in (at_once, deferred):
             sent, reply = Packed.empty(1, bucket.blocks, size), Packed.empty(1, bucket.blocks, size)
-            kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=half, g=g, e=e, out=sent, scale_factor=1.25)
+            kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=half, g=g, e=e, out=sent)
             kernels.reduce(sent, bucket.lengths, d, reply, 1.0)
             bits.append(raw(sent.raw) + raw(reply.raw))
         for residual in deferred:

@@ -271,11 +271,10 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
         *_STATE,
         *_RESIDUAL,
         *_PAYLOAD,
-        _FLOAT,
         _POINTER,
     ),
     "settle": (_LONG, _LONG, _POINTER, _POINTER),
-    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT, _FLOAT),
+    "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, _POINTER, _POINTER),
     "lamb_products": (_LONG, _LONG, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD, *_STATE, _POINTER),
@@ -468,9 +467,8 @@ class CpuKernels(ReferenceKernels):
                 e=e,
                 out=sent,
                 r=data[4].abs(),
-                scale_factor=1.3,
             )
-            kernels.reduce(sent, lengths, d, reply, 1 / 3, 1.3)
+            kernels.reduce(sent, lengths, d, reply, 1 / 3)
             results.append((e.settled(), d.settled(), sent.raw, reply.raw))
         if not all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in zip(*results, strict=True)):
             raise KernelsUnavailable(
@@ -563,7 +561,6 @@ class CpuKernels(ReferenceKernels):
         e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
-        scale_factor: float = 1.0,
         products: Tensor | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
@@ -602,7 +599,6 @@ class CpuKernels(ReferenceKernels):
             "compress",
             *(size, blocks, lengths, factor_m, flat_m, *packed_m),
             *(factor_g, flat_g, *spans_g, *reciprocal, *residual, *_payload(out, "out", blocks, size)),
-            scale_factor,
             None if products is None else _address(products, "products", 2 * blocks, torch.float64),
         )
 
@@ -613,7 +609,6 @@ class CpuKernels(ReferenceKernels):
         d: Tensor | Residual,
         out: Packed,
         inv_n: float,
-        scale_factor: float = 1.0,
     ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
         check_rows(received)
@@ -630,7 +625,6 @@ class CpuKernels(ReferenceKernels):
                 address,
                 stride,
                 inv_n,
-                scale_factor,
             ),
         )
 

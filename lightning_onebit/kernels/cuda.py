@@ -357,8 +357,8 @@ class CudaKernels(ReferenceKernels):
             r.abs_()
             factors = r[:3].clone()
             sent, reply = Packed.empty(1, 3, size, device=on), Packed.empty(1, 3, size, device=on)
-            kernels.compress(bucket, 0, 3, a=factors, m=m, b=factors, g=g, e=e, out=sent, r=r, scale_factor=1.3)
-            kernels.reduce(sent, bucket.lengths, d, reply, 1 / 3, 1.3)
+            kernels.compress(bucket, 0, 3, a=factors, m=m, b=factors, g=g, e=e, out=sent, r=r)
+            kernels.reduce(sent, bucket.lengths, d, reply, 1 / 3)
             results.append([t.cpu().view(torch.uint8) for t in (e, d, sent.raw, reply.raw)])
         if not all(a.equal(b) for a, b in zip(*results, strict=True)):
             raise KernelsUnavailable("the compiled CUDA kernels do not compute the reference's bits on this device")
@@ -566,7 +566,6 @@ class CudaKernels(ReferenceKernels):
         e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
-        scale_factor: float = 1.0,
         products: Tensor | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
@@ -606,7 +605,6 @@ class CudaKernels(ReferenceKernels):
             *(self._lengths(bucket, lo), factor_m, flat_m, *packed_m, factor_g, flat_g),
             *(*(bound.tables if bound is not None else (0, 0)), reciprocal, code, residual),
             *self._payload(out, "out", blocks, size),
-            np.float32(scale_factor),
         )
         name = f"compress_vectors_{kind}{'_r16' if narrow else ''}{suffix}" if wide else f"compress_{kind}{suffix}"
         self._launch(name, device, size, blocks, arguments, accumulators=1, staged=wide)
@@ -618,7 +616,6 @@ class CudaKernels(ReferenceKernels):
         d: Tensor | Residual,
         out: Packed,
         inv_n: float,
-        scale_factor: float = 1.0,
     ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
         check_rows(received)
@@ -631,7 +628,7 @@ class CudaKernels(ReferenceKernels):
         residual, suffix = self._residual(d, "d", blocks * size)
         arguments = (
             *(received.rows, address, stride, self._address(lengths, "lengths", blocks, torch.int32)),
-            *(residual, target, target_stride, np.float32(inv_n), np.float32(scale_factor)),
+            *(residual, target, target_stride, np.float32(inv_n)),
         )
         self._launch(f"reduce{suffix}", d.device, size, blocks, arguments, accumulators=1)
 

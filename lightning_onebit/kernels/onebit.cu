@@ -350,7 +350,7 @@ DEVICE float* accumulators(const Here& h, char* scratch, int arrays) {
   return reinterpret_cast<float*>(scratch) + (static_cast<i64>(blockIdx.x) * blockDim.y + h.group) * size;
 }
 
-DEVICE float scale_of(float sum, int length, float factor) {
+DEVICE float scale_of(float sum, int length, float factor = 1.0f) {
   return length > 0 ? mul(factor, root(div(sum, static_cast<float>(length)))) : 0.0f;
 }
 
@@ -360,8 +360,7 @@ DEVICE float scale_of(float sum, int length, float factor) {
 
 // One lane per thread, all planes in registers.
 template <class Maker, class E>
-DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc,
-                               float factor) {
+DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc) {
   float y[kPlanes];
   if (h.live) maker.template planes<kPlanes>(y, h.t, 0);
   float sum = 0.0f;
@@ -375,7 +374,7 @@ DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E*
   acc[h.t] = sum;
   if (h.live) out.words[h.t] = word;
   fold_lanes(acc, h);
-  const float scale = scale_of(acc[0], length, factor);
+  const float scale = scale_of(acc[0], length);
   if (!h.live) return;
   if (h.t == 0) *out.scale = scale;
 #pragma unroll
@@ -387,8 +386,7 @@ DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E*
 
 // Any number of lanes per thread: y waits in the residual's own memory.
 template <class Maker>
-DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc,
-                            float factor) {
+DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc) {
   const int part = 8;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
     float sum = 0.0f;
@@ -409,7 +407,7 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float
     if (h.live) out.words[lane] = word;
   }
   fold_lanes(acc, h);
-  const float scale = scale_of(acc[0], length, factor);
+  const float scale = scale_of(acc[0], length);
   if (!h.live) return;
   if (h.t == 0) *out.scale = scale;
   for (int lane = h.t; lane < h.lanes; lane += h.T)
@@ -423,8 +421,7 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float
 
 // The same where the residual has no room for y: it is made twice, the second time from what the first has left in the cache.
 template <class Maker>
-DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloat* residual, const Bits& out, float* acc,
-                            float factor) {
+DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloat* residual, const Bits& out, float* acc) {
   const int part = 8;
   float scale = 0.0f;
 #pragma unroll 1  // one copy of the maker's code
@@ -450,18 +447,17 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloa
     }
     if (pass) return;
     fold_lanes(acc, h);
-    scale = scale_of(acc[0], length, factor);
+    scale = scale_of(acc[0], length);
     if (h.live && h.t == 0) *out.scale = scale;
   }
 }
 
 template <class Maker, class E>
-DEVICE void quantize(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc,
-                     float factor) {
+DEVICE void quantize(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc) {
   if (h.T == h.lanes)
-    quantize_registers(maker, h, length, residual, out, acc, factor);
+    quantize_registers(maker, h, length, residual, out, acc);
   else
-    quantize_staged(maker, h, length, residual, out, acc, factor);
+    quantize_staged(maker, h, length, residual, out, acc);
 }
 
 enum Momentum { kNone, kFlat, kPacked };
@@ -512,7 +508,6 @@ struct CompressArguments {
   void* e;
   char* out_raw;
   i64 out_stride, out_per_row;
-  float scale_factor;
 };
 
 template <class E> DEVICE E* residual_of_block(void* e, int block, i64 block_size) { return static_cast<E*>(e) + block * block_size; }
@@ -541,7 +536,7 @@ template <int M, class E> DEVICE void compress(const CompressArguments& x, char*
   const Worker<M, E> w = worker_of<M, E>(x, h);
   const Bits out = bits_of_block(x.out_raw, x.out_stride, x.out_per_row, h.block, h.lanes);
   E* residual = residual_of_block<E>(x.e, h.block, x.block_size);
-  quantize_staged(w, h, w.length, residual, out, accumulators(h, scratch, 1), x.scale_factor);
+  quantize_staged(w, h, w.length, residual, out, accumulators(h, scratch, 1));
 }
 
 // The same with 16-byte loads and stores (8 bytes of 16-bit values). Squares must be added in the order of the planes, which the vector layout deals to
@@ -592,7 +587,7 @@ template <int M, class E, class D> DEVICE void compress_vectors(const CompressAr
   acc[h.t] = sum;
   fold_lanes(acc, h);
   if (!h.live) return;
-  const float scale = scale_of(acc[0], w.length, x.scale_factor);
+  const float scale = scale_of(acc[0], w.length);
   if (h.t == 0) *out.scale = scale;
 #pragma unroll
   for (int c = 0; c < kChunks; ++c) {
@@ -660,9 +655,9 @@ template <class E> struct Server {
 #define COMPRESS_PARAMETERS                                                                                            \
   i64 block_size, i64 blocks, const int *lengths, const float *a, const float *m, char *m_raw, i64 m_stride,           \
       i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, const void *r,          \
-      i64 r_dtype, void *e, char *out_raw, i64 out_stride, i64 out_per_row, float scale_factor, char *scratch
+      i64 r_dtype, void *e, char *out_raw, i64 out_stride, i64 out_per_row, char *scratch
 #define COMPRESS_ARGUMENTS                                                                                                 \
-  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, r_dtype, e, out_raw, out_stride, out_per_row, scale_factor}
+  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, r_dtype, e, out_raw, out_stride, out_per_row}
 
 // m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither; r: flat or null, fp32 or bf16; e: fp32, or Bfloat where the name says so
 KERNEL onebit_compress_none(COMPRESS_PARAMETERS) { compress<kNone, float>(COMPRESS_ARGUMENTS, scratch); }
@@ -684,7 +679,7 @@ KERNEL_128 onebit_compress_vectors_packed_r16_bf16(COMPRESS_PARAMETERS) { compre
 
 template <class E>
 DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, E* d, char* out_raw,
-                   i64 out_stride, float inv_n, float scale_factor, char* scratch) {
+                   i64 out_stride, float inv_n, char* scratch) {
   const Here h = here(block_size, blocks);
   E* residual = d + h.block * block_size;
   Server<E> server;
@@ -697,16 +692,16 @@ DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, 
   server.inv_n = inv_n;
   server.d = residual;
   const Bits out = bits_of_block(out_raw, out_stride, blocks, h.block, h.lanes);
-  quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1), scale_factor);
+  quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1));
 }
 
 KERNEL_128 onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, float* d, char* out_raw,
-                         i64 out_stride, float inv_n, float scale_factor, char* scratch) {
-  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scale_factor, scratch);
+                         i64 out_stride, float inv_n, char* scratch) {
+  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scratch);
 }
 KERNEL_128 onebit_reduce_bf16(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, Bfloat* d,
-                              char* out_raw, i64 out_stride, float inv_n, float scale_factor, char* scratch) {
-  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scale_factor, scratch);
+                              char* out_raw, i64 out_stride, float inv_n, char* scratch) {
+  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scratch);
 }
 
 KERNEL onebit_unpack(i64 block_size, i64 blocks, char* raw, i64 stride, i64 per_row, const int* lengths, float* out) {

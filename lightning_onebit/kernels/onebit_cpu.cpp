@@ -618,8 +618,7 @@ template <int N, class E> INLINE F<N> residual_at(const E* p, F<N> owed) {
 // (Tried for those that are, and slower on Zen 5 by 5 to 40 percent: merging the second pass into the next block's first one, postponing
 // it behind that, a buffer for y, and prefetching the next block meanwhile. All disturb the hardware's own prefetching.)
 template <class Maker, class E>
-INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* at, float* owed, float* staged, Block out, float* acc,
-                     float scale_factor) {
+INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* at, float* owed, float* staged, Block out, float* acc) {
   const int64_t lanes = block_size / kPlanes;
   using Element = std::conditional_t<std::is_same_v<E, Owing>, float, E>;
   Element* const residual = reinterpret_cast<Element*>(at);
@@ -639,7 +638,7 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
     std::memset(y + length, 0, (block_size - length) * 4);
     for_each_tile(lanes, FirstPass<FromMemory>{FromMemory{y}, lanes, planes, y, out.words, acc});
   }
-  const float scale = scale_factor * std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
+  const float scale = std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
   *out.scale = scale;
   if constexpr (std::is_same_v<E, Owing>) {
     if (length == block_size) {
@@ -767,7 +766,6 @@ struct CompressArgs {
   void* e;
   float* owed;
   Payload out;
-  float scale_factor;
   double* products;  // null, or 2 per block
 };
 
@@ -809,7 +807,7 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
           measured.of_block(x.products + 2 * block);
         }
       }
-      quantize(worker, size, length, e, owed, y, block_of(x.out, block, lanes), acc, x.scale_factor);
+      quantize(worker, size, length, e, owed, y, block_of(x.out, block, lanes), acc);
     }
   });
 }
@@ -873,7 +871,7 @@ template <class E> struct Server<0, E> {
 
 template <int Rows, class E>
 void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, E* d, float* owed,
-            const Payload& out, float inv_n, float scale_factor) {
+            const Payload& out, float inv_n) {
   const int64_t lanes = size / kPlanes;
   parallel(threads, received.per_row, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), scales(rows), y(kHoldsY<E> ? 0 : size);
@@ -888,7 +886,7 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
       E* const residual = d + block * size;
       float* const owes = owed + (std::is_same_v<E, Owing> ? block : 0);
       const Server<Rows, E> server{rows, scales, words.data(), inv_n, residual, std::is_same_v<E, Owing> ? *owes : 0.0f};
-      quantize(server, size, lengths[block], residual, owes, y, block_of(out, block, lanes), acc, scale_factor);
+      quantize(server, size, lengths[block], residual, owes, y, block_of(out, block, lanes), acc);
     }
   });
 }
@@ -1363,10 +1361,10 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
                             void* const* span_data, const uint8_t* span_dtype, const void* r, int r_dtype, void* e,
                             int e_dtype, float* owed, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row,
-                            float scale_factor, double* products) {
+                            double* products) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
                        {spans, span_block, span_numel, span_data, span_dtype}, r, e, owed, {out_raw, out_stride, out_per_row},
-                       scale_factor, products};
+                       products};
   if (m != nullptr) return compress<Momentum::kFlat>(threads, x, r_dtype, e_dtype);
   if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, r_dtype, e_dtype);
   compress<Momentum::kNone>(threads, x, r_dtype, e_dtype);
@@ -1374,23 +1372,23 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
 
 template <class E>
 void reduce_rows(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, void* residual,
-                 float* owed, const Payload& out, float inv_n, float scale_factor) {
+                 float* owed, const Payload& out, float inv_n) {
   E* const d = static_cast<E*>(residual);
   switch (rows) {
-    case 1: return reduce<1>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
-    case 2: return reduce<2>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
-    case 3: return reduce<3>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
-    case 4: return reduce<4>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
-    default: return reduce<0>(threads, size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
+    case 1: return reduce<1>(threads, size, rows, received, lengths, d, owed, out, inv_n);
+    case 2: return reduce<2>(threads, size, rows, received, lengths, d, owed, out, inv_n);
+    case 3: return reduce<3>(threads, size, rows, received, lengths, d, owed, out, inv_n);
+    case 4: return reduce<4>(threads, size, rows, received, lengths, d, owed, out, inv_n);
+    default: return reduce<0>(threads, size, rows, received, lengths, d, owed, out, inv_n);
   }
 }
 
 EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
                           const int32_t* lengths, void* d, int d_dtype, float* owed, uint8_t* out_raw, int64_t out_stride,
-                          float inv_n, float scale_factor) {
+                          float inv_n) {
   const Payload received{in_raw, in_stride, per_row}, out{out_raw, out_stride, per_row};
   const auto run = [&](auto element) {
-    reduce_rows<decltype(element)>(threads, block_size, rows, received, lengths, d, owed, out, inv_n, scale_factor);
+    reduce_rows<decltype(element)>(threads, block_size, rows, received, lengths, d, owed, out, inv_n);
   };
   if (d_dtype == kBfloat16) return run(Bfloat{});
   owed != nullptr ? run(Owing{}) : run(0.0f);

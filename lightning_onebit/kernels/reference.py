@@ -108,9 +108,9 @@ def _block_rms(y: Tensor, lengths: Tensor) -> Tensor:
     return torch.sqrt(mean.double()).float()
 
 
-def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed, scale_factor: float) -> Tensor:
+def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed) -> Tensor:
     """Writes bits and scales of ``y`` into ``out``; returns the residual ``y - C(y)`` (0 on padding)."""
-    scale = torch.tensor(scale_factor, dtype=torch.float32, device=y.device) * _block_rms(y, lengths)
+    scale = _block_rms(y, lengths)
     negative = torch.signbit(y) & valid
     out.scales.copy_(scale.view(out.rows, out.blocks_per_row))
     pack_bits(negative.view(out.rows, out.blocks_per_row, out.block_size), out.words)
@@ -214,7 +214,6 @@ class ReferenceKernels:
         e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
-        scale_factor: float = 1.0,
         products: Tensor | None = None,
     ) -> None:
         """Worker side of the exchange: bits, scale and residual of ``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``.
@@ -235,7 +234,6 @@ class ReferenceKernels:
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
             r: flat of the range, fp32 or bf16, reciprocal denominators by which the gradient is multiplied; None: by nothing (and
                 None with ``g=None``).
-            scale_factor: what a block's scale is, in units of its root mean square; rounded to fp32.
             products: fp64 ``(hi - lo, 2)``, receives what ``lamb_products`` returns for the same ``m``, ``g`` and ``r``, which must
                 be given then.
         """
@@ -262,7 +260,7 @@ class ReferenceKernels:
         y = y + _as_blocks(e, bs)
         valid = valid_mask(lengths, bs)
         y = torch.where(valid, y, torch.zeros_like(y))
-        _as_blocks(e, bs).copy_(_compress_blocks(y, valid, lengths, out, scale_factor))
+        _as_blocks(e, bs).copy_(_compress_blocks(y, valid, lengths, out))
 
     def reduce(
         self,
@@ -271,7 +269,6 @@ class ReferenceKernels:
         d: Tensor | Residual,
         out: Packed,
         inv_n: float,
-        scale_factor: float = 1.0,
     ) -> None:
         """Server side: ``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual of z.
 
@@ -281,7 +278,6 @@ class ReferenceKernels:
             d: flat ``(blocks_per_row * block_size,)`` server residual, fp32 or bf16; read and overwritten (see ``compress``).
             out: one row.
             inv_n: ``1 / n``, rounded to fp32.
-            scale_factor: see ``compress``.
 
         Raises:
             ValueError: there is no row.
@@ -295,7 +291,7 @@ class ReferenceKernels:
         z = z * torch.tensor(inv_n, dtype=torch.float32, device=d.device) + _as_blocks(d, bs)
         valid = valid_mask(lengths, bs)
         z = torch.where(valid, z, torch.zeros_like(z))
-        _as_blocks(d, bs).copy_(_compress_blocks(z, valid, lengths, out, scale_factor))
+        _as_blocks(d, bs).copy_(_compress_blocks(z, valid, lengths, out))
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
         """Decodes ``+-s`` into ``out`` (fp32 flat, all rows), 0 on padding."""

@@ -165,7 +165,7 @@ def compress(
     a, b = w.factors(w.blocks), w.factors(w.blocks)
     factors = {"a": None if m is None else a, "b": None if g is None else b}
     r = None if times is None else w.reciprocals(times, positive=False)
-    w.kernels.compress(w.bucket, 0, w.blocks, m=m, g=g, e=e, out=out, r=r, scale_factor=1.3, **factors)
+    w.kernels.compress(w.bucket, 0, w.blocks, m=m, g=g, e=e, out=out, r=r, **factors)
     return [e, out.raw]
 
 
@@ -194,7 +194,7 @@ def compress_range(w: World, residual: torch.dtype = torch.float32, times: torch
 
 def reduce(w: World, rows: int, residual: torch.dtype = torch.float32) -> Results:
     received, d, out = w.payload(rows, w.blocks, fill=True), w.residual(residual), w.payload(1, w.blocks, fill=False)
-    w.kernels.reduce(received, w.bucket.lengths, d, out, 1.0 / rows, scale_factor=1.3)
+    w.kernels.reduce(received, w.bucket.lengths, d, out, 1.0 / rows)
     return [d, out.raw]
 
 

@@ -40,9 +40,9 @@ def words(negative: Array, block_size: int) -> Array:
     return out
 
 
-def compress_block(y: Array, block_size: int, scale_factor: float = 1.0) -> tuple[np.float32, Array, Array]:
+def compress_block(y: Array, block_size: int) -> tuple[np.float32, Array, Array]:
     """``(scale, words, residual)`` of one block."""
-    s = f32(scale_factor) * scale(y, block_size)
+    s = scale(y, block_size)
     negative = np.signbit(y)
     return s, words(negative, block_size), y - np.where(negative, -s, s)
 
