@@ -336,13 +336,13 @@ def measure_optimizers(clock: Clock, device: torch.device, elements: int, fused:
     made: dict[str, Callable[..., Any]] = {
         "warm-up step of OnebitAdam": lambda p: OnebitAdam(p, lr=1e-5, weight_decay=0.01, freeze_step=10**9),
         "compressed step of OnebitAdam": lambda p: OnebitAdam(
-            p, lr=1e-5, weight_decay=0.01, freeze_step=1, refresh_interval="never", force_compression=True
+            p, lr=1e-5, weight_decay=0.01, freeze_step=1, refresh="never", force_compression=True
         ),
         "compressed step of OnebitAdam, buckets of 256 MB": lambda p: OnebitAdam(
             *(p, 1e-5),
             weight_decay=0.01,
             freeze_step=1,
-            refresh_interval="never",
+            refresh="never",
             force_compression=True,
             bucket_mb=256.0,
         ),

@@ -93,7 +93,7 @@ def arithmetic() -> list[Row]:
         return 1 / (share + (1 - share) / 16)
 
     counts = replay_schedule(
-        152_511, var_freeze_step=12_500, var_update_scaler=16, policy=IntervalPolicy(16, scaler=32_678)
+        152_511, var_freeze_step=12_500, var_update_scaler=16, policy=IntervalPolicy(16, scaler=32_678), refresh=False
     )
     share = 23_000 / 152_500
     stage = max(compressed / dense for dense, compressed in PUBLISHED.values())

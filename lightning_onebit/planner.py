@@ -591,7 +591,7 @@ def break_even_bandwidth(cluster: Cluster, job: Job, name: str, layout: str = "f
     Example:
         >>> cluster, job = Cluster(gpus=8, bandwidth=1e9), Job(params=336_000_000, compute=0.1)
         >>> print(f"{break_even_bandwidth(cluster, job, 'onebit_adam') / 1e9:.0f} Gb/s")
-        99 Gb/s
+        98 Gb/s
     """
     _check_effect(job, [find_algorithm(name).name])
     return _break_even(cluster, job, name, layout)

@@ -120,9 +120,9 @@ def train_on_text(rank: int, world: int, compressed: bool) -> dict[str, Any]:
 def test_onebit_adam_reaches_the_loss_of_ddp_with_adamw_within_two_percent() -> None:
     dense = run_ranks(train_on_text, 2, False, timeout=120)[0]
     onebit = run_ranks(train_on_text, 2, True, timeout=120)
-    assert onebit[0]["compressed_steps"] == STEPS - FREEZE_STEP
-    # 32 of 160 steps dense: 1 / (0.2 + 0.8 / 31.5) = 4.4 before padding
-    assert onebit[0]["ratio"] > 4
+    assert onebit[0]["compressed_steps"] == STEPS - FREEZE_STEP - 8, "8 refreshes"
+    # 40 of 160 steps dense: 1 / (0.25 + 0.75 / 31.5) = 3.7 before padding
+    assert onebit[0]["ratio"] > 3.4
     assert (onebit[0]["weights"] == onebit[1]["weights"]).all()
     # most of the way is made after the freeze, so a compressed stage that learns nothing fails by far
     assert dense["loss"] < 0.9 * dense["at_freeze"]
@@ -208,8 +208,8 @@ def regression(group: Any, name: str | None, peak: float = 0.05, **more: Any) ->
 def test_linear_regression_comes_as_close_to_least_squares_as_adamw(
     name: str, peak: float, options: dict[str, Any]
 ) -> None:
-    """Within 1 % of AdamW's error with half of the batch on each of two ranks; replicas are equal."""
+    """Within 1.5 % of AdamW's error with half of the batch on each of two ranks; replicas are equal."""
     adamw, _ = regression(None, None)
     (error, a), (_, b) = SimulatedWorld(2).run(lambda group: regression(group, name, peak, **options))
     assert adamw < 1.05 and torch.equal(a, b)
-    assert error < 1.01 * adamw
+    assert error < 1.015 * adamw

@@ -38,7 +38,7 @@ def options_of(case: str) -> dict[str, Any]:
     if case == "onebit_lamb":
         options["trust_ratio"] = "frozen"
     else:
-        options["preconditioned"] = False
+        options |= {"preconditioned": False, "refresh": "never"}
     if "freeze_step" in options:
         # its counter includes the first step, which it throws away
         options["freeze_step"] -= 1
@@ -144,10 +144,10 @@ def test_schedule_replay_gives_the_published_rounds() -> None:
     assert theirs == published
     # it asks `step > var_freeze_step` after the step, so its 12,500 lets 12,501 steps pass before the local stage
     policy = make_sync_policy("interval", scaler=32_678, clipper=16)
-    ours = replay_schedule(152_511, var_freeze_step=12_501, var_update_scaler=16, policy=policy)
+    ours = replay_schedule(152_511, var_freeze_step=12_501, var_update_scaler=16, policy=policy, refresh=False)
     assert ours == published
     policy = make_sync_policy("interval", scaler=32_768, clipper=16)
-    ours = replay_schedule(152_511, var_freeze_step=12_500, var_update_scaler=16, policy=policy)
+    ours = replay_schedule(152_511, var_freeze_step=12_500, var_update_scaler=16, policy=policy, refresh=False)
     assert sum(ours.values()) == 152_511
     for kind, count in published.items():
         assert ours[kind] == pytest.approx(count, rel=0.01), kind

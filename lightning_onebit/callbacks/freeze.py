@@ -343,7 +343,7 @@ class VarianceFreezeMixin:
             planned = self._planned(trainer, offset)
             rule = self._bounds(trainer, planned, optimizer)
             # 0/1 Adam compresses most steps before its variance freezes too: what is dense follows its own policy.
-            steps = "steps" if hasattr(optimizer, "variance_policy") else "dense steps"
+            steps = "steps" if optimizer.local_steps else "dense steps"
             name = optimizer_name(index, len(optimizers), optimizer)
             watch = _Watch(name, rule, planned, offset, steps, seen=optimizer.steps)
             if restored:

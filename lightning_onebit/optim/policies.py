@@ -105,7 +105,8 @@ class VariancePolicy:
 
     def bring_forward(self, step: int) -> None:
         """Makes ``step`` a refresh, unless there is one before it."""
-        self.asked, self.next_step = step, min(self.next_step, step)
+        if step != self.next_step:
+            self.asked, self.next_step = step, min(self.next_step, step)
 
     def count(self, after: int, until: int) -> int:
         """Number of refreshes in steps ``after + 1`` to ``until`` of second moments that have learned in step ``after`` and frozen then.

@@ -103,7 +103,7 @@ class RefreshingAdam(LateParameters):
 
     def _advance(self) -> None:
         super()._advance()
-        if not self.compresses:
+        if not self.compresses and self._steps > self.variance_policy.last_step:
             self.variance_policy.record(self._steps)  # alone, they learn at every step
 
     def _first_gradients(self, indices: list[int]) -> None:

@@ -21,7 +21,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
         weight_decay=0.01,
         var_freeze_step=4,
         var_update_scaler=2,
-        var_rise_steps=0,
         local_step_scaler=2,
         local_step_clipper=4,
         **k,

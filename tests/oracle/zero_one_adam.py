@@ -41,7 +41,8 @@ class VariancePolicy:
 
     def ask(self, t: int) -> None:
         """Makes step t a refresh, if there is none before it."""
-        self.asked, self.next = t, min(self.next, t)
+        if t != self.next:
+            self.asked, self.next = t, min(self.next, t)
 
     def refreshed(self, t: int) -> None:
         """Says that step t did."""
