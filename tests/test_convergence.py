@@ -208,8 +208,11 @@ def regression(group: Any, name: str | None, peak: float = 0.05, **more: Any) ->
 def test_linear_regression_comes_as_close_to_least_squares_as_adamw(
     name: str, peak: float, options: dict[str, Any]
 ) -> None:
-    """Within 1.5 % of AdamW's error with half of the batch on each of two ranks; replicas are equal."""
+    """Within 1 % of AdamW's error with half of the batch on each of two ranks; replicas are equal.
+
+    0/1 Adam, whose one-bit rounds begin here near the peak of lr: within 1.5 %.
+    """
     adamw, _ = regression(None, None)
     (error, a), (_, b) = SimulatedWorld(2).run(lambda group: regression(group, name, peak, **options))
     assert adamw < 1.05 and torch.equal(a, b)
-    assert error < 1.015 * adamw
+    assert error < (1.015 if name == "zero_one_adam" else 1.01) * adamw

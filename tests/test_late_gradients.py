@@ -426,9 +426,9 @@ def last_loss(way: str, algorithm: str, freeze: bool) -> float:
     return sum(world(train)) / 2
 
 
-@pytest.mark.parametrize(("way", "most"), [("missing", 1.1), ("unused", 1.2)])
+@pytest.mark.parametrize(("way", "most"), [("missing", 1.07), ("unused", 1.2)])
 def test_the_loss_is_that_of_dense_steps(way: str, most: float) -> None:
-    """Within 10 %; where the units below have no gradients before either, it loses what a freeze after 20 of 96 steps loses anyway.
+    """Within 7 %; where the units below have no gradients before either, it loses what a freeze after 20 of 96 steps loses anyway.
 
     That is 14 to 18 % without anything late. The loss was 3.2 and 5.7 times as high.
     """

@@ -365,7 +365,7 @@ def test_compression_noise_does_not_enter_the_ratio(signal: float) -> None:
     """c is LAMB's ratio whether gradients are noise or not, where that of the exchanged step would be up to 1.7 times too small."""
     for c, undisturbed, exchanged in run_world(noisy_worker, 4, signal):
         assert c == pytest.approx(undisturbed, rel=0.05)
-        assert exchanged < 0.95 * undisturbed
+        assert exchanged < (0.95 if signal > 1 else 0.9) * undisturbed
         if 0 < signal < 1:
             assert exchanged < 0.6 * undisturbed
 
