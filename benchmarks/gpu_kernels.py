@@ -266,11 +266,6 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
         ("scatter", 8 * valid, lambda: kernels.scatter(b, flats[0], x)),
         ("unpack", bits + 4 * elements, lambda: kernels.unpack(model.sent[k], b.lengths, flats[0])),
         (
-            "lamb_products",
-            8 * valid + bits,
-            lambda: kernels.lamb_products(b, 0, b.blocks, g=g, m=model.sent[k], r=size),
-        ),
-        (
             "lamb_update",
             16 * valid + 2 * bits,
             lambda: kernels.lamb_update(b, x, model.sent[k], model.momentum[k], size, fresh, factors),

@@ -121,10 +121,6 @@ class Case:
             "reduce, 8 ranks": (8 / 8 + 1.125 * BITS, reduce(8)),
             "apply_adam, preconditioned": (8 + BITS, apply(None)),
             "apply_adam": (12 + BITS, apply(self.r)),
-            "lamb_products": (
-                8 + BITS,
-                lambda: kernels.lamb_products(bucket, 0, blocks, g=[self.g], m=self.old, r=self.r),
-            ),
             "lamb_update": (
                 16 + 2 * BITS,
                 lambda: kernels.lamb_update(bucket, [self.x], self.old, self.sent, self.r, self.v, self.factors),

@@ -63,8 +63,6 @@ def local(
         "onebit, no skips": {"max_consecutive_skips": 0},
         "onebit, no skips, bf16 residuals": {"max_consecutive_skips": 0, "residual_dtype": "bfloat16"},
     }
-    if algorithm == "onebit_lamb":
-        variants["onebit step, published rule"] = {"trust_ratio": "frozen"}
     for size in bucket_mb:
         for name, options in variants.items():
             optimizer = optimizer_class(
@@ -76,9 +74,6 @@ def local(
                 **options,
             )
             candidates[f"{name}, {size:g} MB buckets"] = optimizer.step
-            if algorithm == "onebit_lamb":
-                for _ in range(1 + 10):
-                    optimizer.step()  # the first steps after the freeze are measured in any case
     seconds = side_by_side(candidates, repeats=repeats)
     ratios = {name: ratio(seconds, name, "AdamW fused") for name in candidates}
     return {

@@ -14,8 +14,6 @@ StateDtype: TypeAlias = Literal["float32", "bfloat16"]
 Automatic: TypeAlias = Literal["auto"]
 RefreshRule: TypeAlias = Literal["auto", "never"]
 
-TrustRatio: TypeAlias = Literal["followed", "frozen"]
-
 LocalStepPolicy: TypeAlias = Literal["interval", "learning_rate"]
 VarianceDecay: TypeAlias = Literal["refresh", "step"]
 

@@ -12,7 +12,6 @@ from typing import Any
 
 from lightning_onebit import _trees
 from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.lamb import FROZEN_OPTIONS
 from lightning_onebit.optim.options import check_integer, check_number
 
 #: ``optimizer.type``, in lower case as DeepSpeed compares it
@@ -255,9 +254,6 @@ class _Translation:
             elif name in _OPTIONS[algorithm]:
                 self.options[name] = value
                 self.honoured[key] = f"{name}={value!r} of the strategy"
-                if value != FROZEN_OPTIONS.get(name, value):
-                    self.options["trust_ratio"] = "frozen"
-                    self.honoured[key] += ", with trust_ratio='frozen', the rule that it belongs to"
             elif name in _HYPERPARAMETERS:
                 self.hyperparameters[name] = tuple(value) if name == "betas" else value
                 self.honoured[key] = f"{name}={value!r} of the optimizer"

@@ -31,10 +31,11 @@ DENSE = {"dense_fp32": 4, "dense_fp16": 2}
 
 #: Bytes that a step moves through memory per element, apart from packed bits: what it reads and writes of weights, gradients and state.
 #: AdamW: x, m, v read and written, g read. Compressed: statistics read g; the worker reads g, reads and writes e; the server d (an n-th);
-#: applying reads and writes x, reads denominators; 1-bit LAMB also reads x in one step of two; 0/1 Adam's local step reads
-#: and writes m, u and x, reads g and denominators; BinSGDM reads and writes m, a and x, reads g twice.
+#: applying reads and writes x, reads denominators; 1-bit LAMB also reads x and denominators and reads and writes vfresh
+#: in a pass before; 0/1 Adam's local step reads and writes m, u and x, reads g and denominators; BinSGDM reads and writes m, a and x,
+#: reads g twice.
 ADAMW_BYTES = 28.0
-STEP_BYTES = {"onebit_adam": 28.5, "onebit_lamb": 30.5, "zero_one_adam": 28.5, "binsgdm": 32.0}
+STEP_BYTES = {"onebit_adam": 28.5, "onebit_lamb": 44.5, "zero_one_adam": 28.5, "binsgdm": 32.0}
 LOCAL_STEP_BYTES = 32.0
 
 #: shares by which the best plan must beat the best dense one before it is called worth while

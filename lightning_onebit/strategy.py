@@ -37,7 +37,6 @@ from lightning_onebit._choices import (
     Server,
     StartMethod,
     StateDtype,
-    TrustRatio,
     VarianceDecay,
     choices,
 )
@@ -142,9 +141,8 @@ class OnebitMixin(_Base):
         factor_max: see ``OnebitLamb``.
         factor_min: see ``OnebitLamb``.
         factor_threshold: see ``OnebitLamb``.
-        trust_ratio: see ``OnebitLamb``.
         preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``).
-        refresh: 1-bit Adam, 1-bit LAMB and 0/1 Adam: ``"auto"`` (default), ``"never"`` or compressed steps between two, see ``OnebitAdam``.
+        refresh: 1-bit Adam and 0/1 Adam: ``"auto"`` (default), ``"never"`` or compressed steps between two, see ``OnebitAdam``.
         var_freeze_step: 0/1 Adam, like the five that follow: see ``ZeroOneAdam``.
         var_update_scaler: see ``ZeroOneAdam``.
         local_step_scaler: see ``ZeroOneAdam``.
@@ -218,7 +216,6 @@ class OnebitMixin(_Base):
         factor_max: float | None = None,
         factor_min: float | None = None,
         factor_threshold: float | None = None,
-        trust_ratio: TrustRatio | None = None,
         preconditioned: bool | None = None,
         refresh: int | RefreshRule | None = None,
         var_freeze_step: int | None = None,
@@ -271,7 +268,6 @@ class OnebitMixin(_Base):
             "factor_max": factor_max,
             "factor_min": factor_min,
             "factor_threshold": factor_threshold,
-            "trust_ratio": trust_ratio,
             "preconditioned": preconditioned,
             "refresh": refresh,
             "var_freeze_step": var_freeze_step,

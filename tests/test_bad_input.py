@@ -65,7 +65,6 @@ BAD: dict[str, tuple[Any, ...]] = {
     "factor_max": (*NUMBER, 0.0, -1.0),
     "factor_min": (*NUMBER, -1.0),
     "factor_threshold": (*NUMBER, -0.1),
-    "trust_ratio": CHOICE,
     "preconditioned": FLAG,
     "refresh": COUNT,
     "var_update_scaler": COUNT,

@@ -35,9 +35,7 @@ AS_THERE = {"bias_correction": False, "denominator_floor": 0.0, "block_size": 32
 def options_of(case: str) -> dict[str, Any]:
     """Our options for a recorded run."""
     options = {**recording.CASES[case]["options"], **AS_THERE}
-    if case == "onebit_lamb":
-        options["trust_ratio"] = "frozen"
-    else:
+    if case != "onebit_lamb":
         options |= {"preconditioned": False, "refresh": "never"}
     if "freeze_step" in options:
         # its counter includes the first step, which it throws away

@@ -110,11 +110,8 @@ def run_everything(
     m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
     g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
     r = flats[1].abs().to(divided) if g is not None and rng.random() < 0.5 else None
-    products = torch.empty((blocks, 2), dtype=torch.float64) if m is not None and r is not None else None
-    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r, products=products)
+    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r)
     written += [raw(settled(e)), raw(out.raw)]
-    if products is not None:
-        written.append(raw(products))
 
     d, reply = residual(flats[3][: chunk * size]), Packed.empty(1, chunk, size)
     workers = random_payload(rng, int(rng.integers(1, 7)), chunk, size)
@@ -165,8 +162,6 @@ def run_other_algorithms(
         fresh, x = positive[1].clone(), moved()
         partials = kernels.lamb_update(bucket, x, new, before, positive[2].to(divided), fresh, factors)
         note(fresh, partials, *x)
-        g = flats[5] if g_kind == "flat" else gradients
-        note(kernels.lamb_products(bucket, 0, blocks, g=g, m=before, r=positive[2].to(divided)))
     x = moved()
     kernels.lamb_apply(bucket, x, new, positive[2].to(divided), factors[0], factors[1], factors[2])
     note(*x)
@@ -479,11 +474,6 @@ def test_tensors_of_another_size_or_type_are_refused(kernels: cpu.CpuKernels, ch
         kernels.compress(bucket, 0, 2, **{**arguments, **change})
     with pytest.raises(ValueError, match="r must be None"):
         kernels.compress(bucket, 0, 2, **{**arguments, "g": None, "b": None, "r": torch.zeros(128)})
-    sums = torch.empty((2, 2), dtype=torch.float64)
-    kernels.compress(bucket, 0, 2, **arguments, r=torch.zeros(128), products=sums)
-    for refused in (sums.float(), sums[:1]):
-        with pytest.raises(ValueError, match="products"):
-            kernels.compress(bucket, 0, 2, **arguments, r=torch.zeros(128), products=refused)
 
 
 # ----- threads and processes -----------------------------------------------------------------------------------------------------

@@ -133,7 +133,6 @@ def test_manual_optimization_in_half_precision_is_automatic_optimization_bit_for
 
 REFRESHING = {
     "onebit_adam": {"freeze_step": 2, "refresh": 3},
-    "onebit_lamb": {"freeze_step": 2, "refresh": 3},
     # two steps of a variance, a synchronisation, a step alone, a synchronisation that comes early for the refresh
     "zero_one_adam": {
         "var_freeze_step": 2,

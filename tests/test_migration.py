@@ -99,7 +99,7 @@ CORRECTED = {"coeff_beta": 0.8, "factor_max": 3.0, "factor_min": 0.6, "factor_th
         ("OneBitAdam", {}, "onebit_adam", {"freeze_step": 100_000}),
         ("onebitadam", {"freeze_step": 7}, "onebit_adam", {"freeze_step": 7}),
         ("OneBitLamb", LAMB, "onebit_lamb", LAMB),
-        ("OneBitLamb", {**LAMB, **CORRECTED}, "onebit_lamb", {**LAMB, **CORRECTED, "trust_ratio": "frozen"}),
+        ("OneBitLamb", {**LAMB, **CORRECTED}, "onebit_lamb", {**LAMB, **CORRECTED}),
         ("ZeroOneAdam", {}, "zero_one_adam", {"var_freeze_step": 100_000, "local_step_scaler": 32_678}),
         (
             "ZeroOneAdam",
@@ -127,7 +127,7 @@ def test_every_optimizer_keeps_its_schedule_and_deepspeeds_defaults(
     assert type(migration.optimizer([torch.nn.Parameter(torch.zeros(3))])) is find_algorithm(algorithm).optimizer
     accounted(migration, config)
     absent = {key for key in migration.honoured if key.endswith("(absent)")}
-    assert absent == {f"optimizer.params.{name} (absent)" for name in set(options) - set(params) - {"trust_ratio"}}
+    assert absent == {f"optimizer.params.{name} (absent)" for name in set(options) - set(params)}
 
 
 #: sections and keys, what is said about them (None: nothing to say, they are off or without effect)

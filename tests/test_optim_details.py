@@ -373,7 +373,7 @@ def test_the_server_residual_of_what_sits_a_step_out_stays() -> None:
 
 def _lamb_idle(group: Any, rank: int, world: int) -> Any:
     params = [torch.nn.Parameter(torch.ones(40)), torch.nn.Parameter(torch.ones(30))]
-    optimizer = OnebitLamb(params, lr=0.01, freeze_step=2, trust_ratio="frozen", block_size=32, process_group=group)
+    optimizer = OnebitLamb(params, lr=0.01, freeze_step=2, block_size=32, process_group=group)
     draws = torch.Generator().manual_seed(rank)
     seen = []
     for t in range(7):
@@ -391,7 +391,7 @@ def test_the_factor_of_what_sits_a_step_out_stays() -> None:
 
 def test_a_thaw_forgets_the_fresh_second_moments() -> None:
     p = torch.nn.Parameter(torch.ones(40))
-    optimizer = OnebitLamb([p], trust_ratio="frozen", block_size=32, force_compression=True)
+    optimizer = OnebitLamb([p], block_size=32, force_compression=True)
     for t in range(3):
         p.grad = torch.ones(40)
         optimizer.step()

@@ -202,7 +202,7 @@ def test_lamb_warmup_scales_adamw_updates_by_the_trust_ratio() -> None:
 def test_lamb_factor_moves_slowly_within_its_bounds_and_the_blend_pulls_it_to_one() -> None:
     coefficients = {}
     for wd in (0.0, 1.0):
-        ours = Lamb(start(), 2, lr=0.01, b2=0.9, wd=wd, T_w=3, trust_ratio="frozen")
+        ours = Lamb(start(), 2, lr=0.01, b2=0.9, wd=wd, T_w=3)
         last = [1.0] * len(SHAPES)
         for t in range(12):
             scale = 1.0 if t < 3 else 0.01  # smaller gradients after the freeze: D/Dfresh > 1
@@ -215,24 +215,8 @@ def test_lamb_factor_moves_slowly_within_its_bounds_and_the_blend_pulls_it_to_on
     assert abs(coefficients[1.0][3] - 1) < abs(coefficients[0.0][3] - 1)
 
 
-@pytest.mark.parametrize(("scale", "expected"), [(0.5, 2.0), (2.0, 0.5)])
-def test_lamb_ratio_follows_the_length_of_updates(scale: float, expected: float) -> None:
-    """Weights stand still here, so that nothing else moves it."""
-    ours = Lamb(start(), 2, lr=0.0, max_coeff=100.0, min_coeff=0.0, T_w=3, refresh="never")
-    g = gradients(0, 2)
-    for _ in range(10 * 40):
-        ours.step(g)
-    before = list(ours.coeff)
-    for _ in range(10 * 40):
-        ours.step([[scale * a for a in worker] for worker in g])
-    assert ours.coeff == pytest.approx(
-        [c * expected if x.size else 1.0 for c, x in zip(before, ours.x, strict=True)], rel=0.1
-    )
-
-
-@pytest.mark.parametrize("trust_ratio", ["followed", "frozen"])
-def test_lamb_survives_a_tensor_without_momentum(trust_ratio: str) -> None:
-    ours = Lamb([np.ones(4), np.zeros(3)], 2, wd=0.1, T_w=2, trust_ratio=trust_ratio)
+def test_lamb_survives_a_tensor_without_momentum() -> None:
+    ours = Lamb([np.ones(4), np.zeros(3)], 2, wd=0.1, T_w=2)
     for _ in range(5):
         ours.step([[np.zeros(4), np.zeros(3)] for _ in range(2)])
     assert all(np.isfinite(a).all() for a in ours.x)

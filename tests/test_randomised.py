@@ -125,9 +125,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}
         options |= {"overflow": draw(st.sampled_from(["keep", "drop"]))}
         options |= {"denominator_floor": draw(st.sampled_from([0.0, 0.5, 1.0]))}
-    if algorithm == "onebit_lamb":
-        options["trust_ratio"] = draw(st.sampled_from(["followed", "followed", "frozen"]))
-    if algorithm != "binsgdm" and options.get("trust_ratio") != "frozen":
+    if algorithm in ("onebit_adam", "zero_one_adam"):
         options["refresh"] = draw(st.sampled_from(["never", "auto", 1, 2, 4]))
     if algorithm == "zero_one_adam":
         options |= {"var_update_scaler": draw(st.integers(1, 3)), "local_step_clipper": draw(st.integers(1, 4))}

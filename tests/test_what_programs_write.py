@@ -209,12 +209,11 @@ def test_a_state_of_the_compressed_stage_without_a_parameter_that_has_made_steps
 
 # ----- optimizer.state --------------------------------------------------------------------------------------------------------------
 
-#: besides CROSSING: refreshes, both forms of the momentum, both trust ratios
+#: besides CROSSING: refreshes and both forms of the momentum
 READ: dict[str, tuple[str, dict[str, Any]]] = {
     **{algorithm: (algorithm, {}) for algorithm in CLASSES},
     "refreshed": ("onebit_adam", {"refresh": 3}),
     "published": ("onebit_adam", {"preconditioned": False}),
-    "frozen ratios": ("onebit_lamb", {"trust_ratio": "frozen"}),
     "local, refreshed": ("zero_one_adam", {"refresh": 4}),
 }
 

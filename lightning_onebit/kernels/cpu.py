@@ -45,7 +45,7 @@ from lightning_onebit.kernels.residual import Residual, take_off
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 14
+ABI = 15
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -261,23 +261,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gather": (_LONG, _LONG, *_SPANS, _POINTER),
     "scatter": (_LONG, _LONG, *_SPANS, _POINTER),
     "grad_stats": (_LONG, *[_POINTER] * 5),
-    "compress": (
-        _LONG,
-        _LONG,
-        *[_POINTER] * 3,
-        *_PAYLOAD,
-        *[_POINTER] * 2,
-        *_SPANS,
-        *_STATE,
-        *_RESIDUAL,
-        *_PAYLOAD,
-        _POINTER,
-    ),
+    "compress": (_LONG, _LONG, *[_POINTER] * 3, *_PAYLOAD, *[_POINTER] * 2, *_SPANS, *_STATE, *_RESIDUAL, *_PAYLOAD),
     "settle": (_LONG, _LONG, _POINTER, _POINTER),
     "reduce": (_LONG, _INT, *_PAYLOAD, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
     "unpack": (_LONG, _LONG, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, _POINTER, _POINTER),
-    "lamb_products": (_LONG, _LONG, _POINTER, _POINTER, *_SPANS, _POINTER, *_PAYLOAD, *_STATE, _POINTER),
     "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *_STATE, *[_POINTER] * 3),
     "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, *[_POINTER] * 3),
     "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 4, *_STATE, _POINTER, _POINTER),
@@ -561,7 +549,6 @@ class CpuKernels(ReferenceKernels):
         e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
-        products: Tensor | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
         size, blocks = bucket.block_size, hi - lo
@@ -593,13 +580,10 @@ class CpuKernels(ReferenceKernels):
             raise ValueError("r must be None with g=None")
         residual = _residual(e, "e", blocks, size)
         reciprocal = _NO_STATE if r is None else _state(r, "r", elements)
-        if products is not None and (m is None or r is None):
-            raise ValueError("products must be None without m or r")
         self._call(
             "compress",
             *(size, blocks, lengths, factor_m, flat_m, *packed_m),
             *(factor_g, flat_g, *spans_g, *reciprocal, *residual, *_payload(out, "out", blocks, size)),
-            None if products is None else _address(products, "products", 2 * blocks, torch.float64),
         )
 
     def reduce(
@@ -647,41 +631,6 @@ class CpuKernels(ReferenceKernels):
         table.written(spans)
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
-
-    def lamb_products(
-        self,
-        bucket: BlockMap,
-        lo: int,
-        hi: int,
-        *,
-        g: Tensor | Spans,
-        m: Tensor | Packed,
-        r: Tensor,
-    ) -> Tensor:
-        """Of every block ``sum(h*h)`` and ``sum(h*m)`` with ``h = g*r``, fp64."""
-        size, blocks = bucket.block_size, hi - lo
-        flat_g = flat_m = None
-        spans_g: _SpanArguments = _NO_SPANS
-        packed_m: _Payload = _NO_PAYLOAD
-        if isinstance(g, Tensor):
-            flat_g = _address(g, "g", blocks * size)
-        elif blocks != bucket.blocks:
-            raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
-        else:
-            table = _SpanTable.of(self._layout(bucket), g, "g", _DTYPES)
-            spans_g = table.arguments
-        if isinstance(m, Packed):
-            packed_m = _payload(m, "m", blocks, size)
-        else:
-            flat_m = _address(m, "m", blocks * size)
-        lengths = _address(bucket.lengths, "bucket.lengths", bucket.blocks, torch.int32) + 4 * lo
-        out = torch.empty((blocks, 2), dtype=torch.float64)
-        self._call(
-            "lamb_products",
-            *(size, blocks, lengths, flat_g, *spans_g, flat_m, *packed_m),
-            *(*_state(r, "r", blocks * size), out.data_ptr()),
-        )
-        return out
 
     def lamb_update(
         self,

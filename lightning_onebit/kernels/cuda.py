@@ -566,10 +566,8 @@ class CudaKernels(ReferenceKernels):
         e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
-        products: Tensor | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
-        self._measure(bucket, lo, hi, g, m, r, products)
         e = settled(e)
         size, blocks, device = bucket.block_size, hi - lo, e.device
         elements = blocks * size
@@ -672,38 +670,6 @@ class CudaKernels(ReferenceKernels):
             bound.written(spans)
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
-
-    def lamb_products(
-        self,
-        bucket: BlockMap,
-        lo: int,
-        hi: int,
-        *,
-        g: Tensor | Spans,
-        m: Tensor | Packed,
-        r: Tensor,
-    ) -> Tensor:
-        """Of every block ``sum(h*h)`` and ``sum(h*m)`` with ``h = g*r``, fp64."""
-        size, blocks, device = bucket.block_size, hi - lo, r.device
-        flat_g, flat_m, bound, packed_m = 0, 0, None, (0, 0, 1)
-        if isinstance(g, Tensor):
-            flat_g = self._address(g, "g", blocks * size)
-        elif blocks != bucket.blocks:
-            raise ValueError(f"g as spans needs the whole bucket, got blocks {lo} to {hi} of {bucket.blocks}")
-        else:
-            bound = self._bind(bucket, g, "g", device)
-        if isinstance(m, Packed):
-            packed_m = self._payload(m, "m", blocks, size)
-        else:
-            flat_m = self._address(m, "m", blocks * size)
-        result = torch.empty((blocks, 2), dtype=torch.float64, device=device)
-        arguments = (
-            *(self._lengths(bucket, lo), flat_g, *(bound.tables if bound is not None else (0, 0))),
-            *(flat_m, *packed_m, *self._reciprocals(r, blocks * size), result.data_ptr()),
-        )
-        # two fp64 sums per lane
-        self._launch("lamb_products", device, size, blocks, arguments, accumulators=4)
-        return result
 
     def lamb_update(
         self,

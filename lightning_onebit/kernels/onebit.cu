@@ -39,7 +39,6 @@ extern __shared__ float4 shared_memory[];
 // ----- arithmetic: one rounding per operation ---------------------------------------------------------------------------------
 
 DEVICE float add(float a, float b) { return __fadd_rn(a, b); }
-DEVICE double add(double a, double b) { return __dadd_rn(a, b); }
 DEVICE float sub(float a, float b) { return __fsub_rn(a, b); }
 DEVICE float mul(float a, float b) { return __fmul_rn(a, b); }
 DEVICE float div(float a, float b) { return __fdiv_rn(a, b); }
@@ -322,7 +321,7 @@ DEVICE void load_vectors(float (&v)[4 * kChunks], const Run& run, const Vectors&
 // ----- sums in the fixed order ------------------------------------------------------------------------------------------------
 
 // Folds acc[0 .. lanes) into acc[0]: the upper half on the lower until one is left. Every thread of the thread block must call it.
-template <class T> DEVICE void fold_lanes(T* acc, const Here& h) {
+DEVICE void fold_lanes(float* acc, const Here& h) {
   for (int width = h.lanes; width > 1;) {
     const int half = (width + 1) / 2;
     __syncthreads();
@@ -927,56 +926,6 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
 }
 
 // ----- entry points: 1-bit LAMB -----------------------------------------------------------------------------------------------
-
-// g: flat or spans; m: flat or packed (m_raw). h = g*r ; result: fp64 (blocks, 2): sums of h*h and of h*m
-KERNEL_84 onebit_lamb_products(i64 block_size, i64 blocks, const int* lengths, const float* g, const int* block_span,
-                               const Span* spans, const float* m, char* m_raw, i64 m_stride, i64 m_per_row, const void* r,
-                               i64 r_dtype, double* result, char* scratch) {
-  const Here h = here(block_size, blocks);
-  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
-  const Run run = spans != nullptr ? run_of_block(block_span, spans, h.block, block_size) : flat_run(g, h.block, block_size);
-  const int length = h.live && run.held ? lengths[h.block] : 0;
-  const i64 start = h.block * block_size;
-  float scale = 0.0f;
-  const u32* words = nullptr;
-  if (m_raw != nullptr) {
-    const Bits held = bits_of_block(m_raw, m_stride, m_per_row, h.block, h.lanes);
-    scale = *held.scale;
-    words = held.words;
-  }
-  double* squares = reinterpret_cast<double*>(accumulators(h, scratch, 4));
-  double* dots = squares + h.lanes;
-  for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    const u32 word = words != nullptr ? words[lane] : 0u;
-    double square = 0.0, dot = 0.0;
-    const int part = 8;
-    for (int k = 0; k < kPlanes; k += part) {
-      float gradient[part], weight[part], moment[part];
-      load_planes(gradient, run, length, h.lanes, lane, k);
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
-        const int i = (k + q) * h.lanes + lane;
-        weight[q] = i < length ? reciprocal.one(i) : 0.0f;
-        moment[q] = words != nullptr ? flip(scale, word, k + q) : i < length ? m[start + i] : 0.0f;
-      }
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
-        if ((k + q) * h.lanes + lane >= length) continue;
-        const float product = mul(gradient[q], weight[q]);
-        square = add(square, static_cast<double>(product) * static_cast<double>(product));
-        dot = add(dot, static_cast<double>(mul(product, moment[q])));
-      }
-    }
-    squares[lane] = square;
-    dots[lane] = dot;
-  }
-  fold_lanes(squares, h);
-  fold_lanes(dots, h);
-  if (h.live && h.t == 0) {
-    result[2 * static_cast<i64>(h.block)] = squares[0];
-    result[2 * static_cast<i64>(h.block) + 1] = dots[0];
-  }
-}
 
 // old: flat (old) or packed (old_raw). factors: rows b1, i1, b2, o2, c2, eps, alpha, wd of `blocks` each.
 // result: (blocks, 3): sum of squares of up, of u, largest ratio

@@ -47,7 +47,7 @@
 
 namespace {
 
-constexpr int kAbi = 14;
+constexpr int kAbi = 15;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -103,26 +103,6 @@ template <int N> INLINE F<N> to_floats(I<N> x) {
   if constexpr (N == 1) return static_cast<float>(x);
   else return __builtin_convertvector(x, F<N>);
 }
-// N sums of fp64, in registers that hold as many of them as of an F<N>'s lanes fit
-template <int N> struct DoubleSums {
-  static constexpr int kPart = N == 1 || kNative == 4 ? 1 : N == 16 ? 8 : 4, kParts = N / kPart;
-  template <int W, class = void> struct Wide { typedef double D __attribute__((vector_size(8 * W))); };
-  template <class Unused> struct Wide<1, Unused> { using D = double; };
-  using D = typename Wide<kPart>::D;
-  D part[kParts] = {};
-
-  template <bool kSquared> INLINE void add(F<N> x) {
-    for (int p = 0; p < kParts; ++p) {
-      F<kPart> some;
-      std::memcpy(&some, reinterpret_cast<const char*>(&x) + p * sizeof some, sizeof some);
-      D wide;
-      if constexpr (kPart == 1) wide = some;
-      else wide = __builtin_convertvector(some, D);
-      if constexpr (kSquared) part[p] += wide * wide;
-      else part[p] += wide;
-    }
-  }
-};
 // All bits of a lane where a comparison holds, none where it does not. (Of two numbers C++ makes a bool, of two vectors a mask.)
 template <int N, class Truth> INLINE U<N> mask(Truth truth) {
   if constexpr (N == 1) return truth ? ~0u : 0u;
@@ -543,15 +523,6 @@ INLINE float fold_lanes(float* acc, int64_t lanes) {
   return acc[0];
 }
 
-inline double fold_lanes(double* acc, int64_t lanes) {
-  while (lanes > 1) {
-    const int64_t half = (lanes + 1) / 2;
-    for (int64_t i = 0; i < lanes - half; ++i) acc[i] += acc[half + i];
-    lanes = half;
-  }
-  return acc[0];
-}
-
 // First pass over a block: y into memory (it stays in the cache for the second pass), squares and sign bits in registers.
 template <class Maker> struct FirstPass {
   const Maker& maker;
@@ -658,53 +629,6 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
   if (!kHoldsY<E>) std::memset(residual + length, 0, (block_size - length) * sizeof(Element));
 }
 
-// ----- what trust ratios follow -----------------------------------------------------------------------------------------
-
-// h = g*r ; per lane the sums of h*h and of h*m, in fp64: the square of an fp32 number is exact there and no sum can overflow
-template <class D> struct LambProducts {
-  int64_t lanes, length;
-  float scale;            // of the packed momentum
-  const uint32_t* words;  // null where the momentum is flat
-  const float *m, *g;
-  const D* r;
-  double *squares, *dots;
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    Signs<N> sign[R];
-    if (words != nullptr)
-      for (int v = 0; v < R; ++v) sign[v].begin(words + lane + v * N);
-    DoubleSums<N> square[R], dot[R];
-    constexpr int kAhead = 384;
-    // in a block with padding N is 1
-    for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes)
-      for (int v = 0; v < R; ++v) {
-        const int64_t at = i + v * N;
-        ask<kAhead>(g + at);
-        ask<kAhead>(r + at);
-        const F<N> h = load<N>(g + at) * load<N>(r + at);
-        square[v].template add<true>(h);
-        dot[v].template add<false>(h * (words != nullptr ? sign[v].next(splat<N>(scale)) : load<N>(m + at)));
-      }
-    for (int v = 0; v < R; ++v) {
-      std::memcpy(squares + lane + v * N, square[v].part, sizeof square[v].part);
-      std::memcpy(dots + lane + v * N, dot[v].part, sizeof dot[v].part);
-    }
-  }
-
-  // both sums; 0 where there is no tensor
-  void of_block(double* result) const {
-    result[0] = result[1] = 0.0;
-    if (length <= 0) return;
-    if (length == kPlanes * lanes) {
-      for_each_tile(lanes, *this);
-    } else {
-      for (int64_t lane = 0; lane < lanes; ++lane) run<1, 1>(lane);
-    }
-    result[0] = fold_lanes(squares, lanes);
-    result[1] = fold_lanes(dots, lanes);
-  }
-};
-
 // ----- compress ---------------------------------------------------------------------------------------------------------
 
 enum class Momentum { kNone, kFlat, kPacked };
@@ -766,14 +690,12 @@ struct CompressArgs {
   void* e;
   float* owed;
   Payload out;
-  double* products;  // null, or 2 per block
 };
 
 template <Momentum M, Gradient G, class E, class D> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(kHoldsY<E> ? 0 : size);
-    std::vector<double> sums(x.products != nullptr ? 2 * lanes : 0);
     SpanCursor cursor(x.spans, size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t length = x.lengths[block];
@@ -798,13 +720,6 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
           worker.g = x.g + block * size;
         } else {
           worker.g = whole_block(cursor.at(block), size, staged);
-        }
-      }
-      if constexpr (M != Momentum::kNone && G == Gradient::kScaled) {
-        if (x.products != nullptr) {  // brings g and r into the first cache, where they are read again just below
-          const LambProducts<D> measured{lanes,    length,   worker.m_scale, worker.m_words,      worker.m,
-                                         worker.g, worker.r, sums.data(),    sums.data() + lanes};
-          measured.of_block(x.products + 2 * block);
         }
       }
       quantize(worker, size, length, e, owed, y, block_of(x.out, block, lanes), acc);
@@ -1360,11 +1275,9 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
                             const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
                             void* const* span_data, const uint8_t* span_dtype, const void* r, int r_dtype, void* e,
-                            int e_dtype, float* owed, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row,
-                            double* products) {
+                            int e_dtype, float* owed, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
   const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
-                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, owed, {out_raw, out_stride, out_per_row},
-                       products};
+                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, owed, {out_raw, out_stride, out_per_row}};
   if (m != nullptr) return compress<Momentum::kFlat>(threads, x, r_dtype, e_dtype);
   if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, r_dtype, e_dtype);
   compress<Momentum::kNone>(threads, x, r_dtype, e_dtype);
@@ -1450,46 +1363,6 @@ EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, i
   };
   if (r != nullptr) by_dtype(r, r_dtype, apply);
   else apply(static_cast<const None*>(nullptr));
-}
-
-// g: flat or spans (span_data); m: flat or packed (m_raw); out: 2 fp64 per block, and 0 where there is no tensor
-EXPORT void onebit_lamb_products(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* g,
-                                 int64_t spans, const int64_t* span_block, const int64_t* span_numel, void* const* span_data,
-                                 const uint8_t* span_dtype, const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row,
-                                 const void* r, int r_dtype, double* out) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Payload packed{m_raw, m_stride, m_per_row};
-  const int64_t lanes = block_size / kPlanes;
-  by_dtype(r, r_dtype, [&](auto from) {
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      std::vector<double> squares(lanes), dots(lanes);
-      Scratch staged(block_size);
-      SpanCursor cursor(table, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        double* const result = out + 2 * block;
-        result[0] = result[1] = 0.0;
-        const int64_t length = lengths[block];
-        if (length <= 0) continue;
-        LambProducts<Element<decltype(from)>> products{lanes, length, 0.0f, nullptr, nullptr, nullptr, from + block * block_size, squares.data(), dots.data()};
-        if (g != nullptr) {
-          products.g = g + block * block_size;
-        } else {
-          const Run run = cursor.at(block);
-          if (run.data == nullptr) continue;
-          products.g = whole_block(run, block_size, staged);
-        }
-        if (m_raw != nullptr) {
-          const Block held = block_of(packed, block, lanes);
-          prefetch_words<false>(packed, block, lanes);
-          products.scale = *held.scale;
-          products.words = held.words;
-        } else {
-          products.m = m + block * block_size;
-        }
-        products.of_block(result);
-      }
-    });
-  });
 }
 
 // factors: 8 rows of one fp32 per block (b1, i1, b2, o2, c2, eps, alpha, wd); out: 3 fp32 per block, and 0 where there is no tensor

@@ -51,7 +51,7 @@ def block_square_sums(y: Tensor) -> Tensor:
 
 
 def fold_sums(values: Tensor, lanes: int) -> Tensor:
-    """Sums each row of ``values`` (fp32 or fp64, ``(blocks, 32 * lanes)``) in the fixed order of ``block_square_sums``."""
+    """Sums each row of ``values`` (fp32, ``(blocks, 32 * lanes)``) in the fixed order of ``block_square_sums``."""
     planes = values.view(values.shape[0], BITS_PER_WORD, lanes)
     acc = planes[:, 0].clone()
     for k in range(1, BITS_PER_WORD):
@@ -214,7 +214,6 @@ class ReferenceKernels:
         e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
-        products: Tensor | None = None,
     ) -> None:
         """Worker side of the exchange: bits, scale and residual of ``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``.
 
@@ -234,12 +233,9 @@ class ReferenceKernels:
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
             r: flat of the range, fp32 or bf16, reciprocal denominators by which the gradient is multiplied; None: by nothing (and
                 None with ``g=None``).
-            products: fp64 ``(hi - lo, 2)``, receives what ``lamb_products`` returns for the same ``m``, ``g`` and ``r``, which must
-                be given then.
         """
         if r is not None and g is None:
             raise ValueError("r must be None with g=None")
-        self._measure(bucket, lo, hi, g, m, r, products)
         e = settled(e)
         bs = bucket.block_size
         lengths = bucket.lengths[lo:hi]
@@ -326,65 +322,6 @@ class ReferenceKernels:
             x.copy_(x * decay[span.block] - delta)
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
-
-    def _measure(
-        self,
-        bucket: BlockMap,
-        lo: int,
-        hi: int,
-        g: Tensor | Spans | None,
-        m: Tensor | Packed | None,
-        r: Tensor | None,
-        products: Tensor | None,
-    ) -> None:
-        """What ``compress`` leaves in ``products``, if that was asked for."""
-        if products is None:
-            return
-        if g is None or m is None or r is None:
-            raise ValueError("products must be None without m or r")
-        products.copy_(self.lamb_products(bucket, lo, hi, g=g, m=m, r=r))
-
-    def lamb_products(
-        self,
-        bucket: BlockMap,
-        lo: int,
-        hi: int,
-        *,
-        g: Tensor | Spans,
-        m: Tensor | Packed,
-        r: Tensor,
-    ) -> Tensor:
-        """What trust ratios follow, of every block in ``[lo, hi)``: ``sum(h*h)`` and ``sum(h*m)`` with ``h = g*r``.
-
-        Products are fp32, sums fp64 (in which squares of fp32 numbers are exact and none overflows) in the order of
-        ``block_square_sums``.
-
-        Args:
-            bucket: the block map.
-            lo: first block.
-            hi: one past the last block.
-            g: gradient: span tensors of the whole bucket (``lo, hi`` must then be all of it; None: 0), or fp32 flat of the range.
-            m: momentum: fp32 flat of the range, or ``Packed`` with the blocks of the range.
-            r: flat of the range, fp32 or bf16, reciprocal denominators.
-
-        Returns:
-            fp64 ``(hi - lo, 2)``.
-        """
-        bs = bucket.block_size
-        if not isinstance(g, Tensor):
-            flat = torch.empty(bucket.elements, dtype=torch.float32, device=r.device)
-            self.gather(bucket, g, flat)
-            g = flat
-        valid = valid_mask(bucket.lengths[lo:hi], bs)
-        h = _as_blocks(g, bs) * _as_blocks(r, bs)
-        dots = h * (_values(m) if isinstance(m, Packed) else _as_blocks(m, bs))
-        out = torch.zeros((hi - lo, 2), dtype=torch.float64, device=r.device)
-        for column, values in enumerate(
-            (torch.where(valid, h, 0.0).double().square(), torch.where(valid, dots, 0.0).double())
-        ):
-            if hi > lo:
-                out[:, column] += fold_sums(values, bs // BITS_PER_WORD)  # onto +0.0, which a sum of -0.0 becomes too
-        return out
 
     def lamb_update(
         self,

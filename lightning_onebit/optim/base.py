@@ -1036,13 +1036,8 @@ class OnebitOptimizer(StatefulOptimizer):
             e=residual,
             out=out,
             r=r,
-            products=self._products_of(bucket),
         )
         return out.raw
-
-    def _products_of(self, bucket: Bucket) -> Tensor | None:
-        """Where compressing a bucket leaves sums over its blocks (see ``compress`` of the kernels), if these are wanted."""
-        return None
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""

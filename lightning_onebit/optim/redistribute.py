@@ -35,11 +35,9 @@ _KINDS = {
 _DROPPED = frozenset({"local_update", "local_weights"})
 
 
-def remedy(algorithm: str, key: str, saved: Any) -> str:
+def remedy(key: str, saved: Any) -> str:
     """What to say to a run whose residuals were saved with another value of ``key``, an entry of their description ("": nothing helps)."""
-    if key == "preconditioned" and algorithm == "onebit_lamb":
-        key, saved = "trust_ratio", "followed" if saved else "frozen"
-    return f"; continue with {key}={saved!r}" if key in ("block_size", "preconditioned", "trust_ratio") else ""
+    return f"; continue with {key}={saved!r}" if key in ("block_size", "preconditioned") else ""
 
 
 # where a segment (blocks that were dealt together) begins, at the latest, among all blocks in a row
@@ -90,7 +88,7 @@ class Redistribution:
             if saved != wanted:
                 raise ValueError(
                     f"residuals were saved with {key}={saved!r}, this run has {wanted!r}, and cannot be redistributed"
-                    + remedy(self._mine["algorithm"], key, saved)
+                    + remedy(key, saved)
                 )
         size, size_per_node, rank = theirs["world_size"], theirs["ranks_per_node"], theirs["rank"]
         shares = {_WORKER: size_per_node / size, _SERVER: 1.0, _WHOLE: 1.0 / size}

@@ -165,14 +165,6 @@ def unprecondition_(m: Tensor, r: Tensor) -> None:
         piece.copy_(torch.where(factor > 0, piece / factor, torch.zeros_like(piece)))
 
 
-def sum_in_order(rows: Tensor) -> Tensor:
-    """Sum of rows, one after the other: the same bits wherever it is made."""
-    total = rows[0].clone()
-    for row in rows[1:]:
-        total += row
-    return total
-
-
 def floor_second_moment_(v: Tensor, *, phi: float) -> None:
     """``v = vd`` in place (see ``reciprocal_denominator_``); a tensor without any non-zero element stays zero."""
     w, floor = second_moment_floor(v, phi)

@@ -270,7 +270,7 @@ class StatefulOptimizer(ArenaOptimizer):
             if theirs != ours:
                 raise ValueError(
                     f"residual state has {key}={theirs!r}, this run has {ours!r}; residuals cannot be loaded as they are"
-                    + remedy(self.algorithm, key, theirs)
+                    + remedy(key, theirs)
                 )
         with self._changing("load_residual_state_dict()"):
             self._load_rank_state(state["tensors"])

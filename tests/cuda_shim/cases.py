@@ -169,18 +169,6 @@ def compress(
     return [e, out.raw]
 
 
-def compress_with_products(w: World) -> Results:
-    e, out, sums = (
-        w.residual(torch.float32),
-        w.output(),
-        w.put(torch.full((w.blocks, 2), float("nan"), dtype=torch.float64)),
-    )
-    a, b, r = w.factors(w.blocks), w.factors(w.blocks), w.reciprocals(torch.float32)
-    arguments = {"a": a, "m": w.momentum(), "b": b, "g": w.spans(), "e": e, "out": out, "r": r}
-    w.kernels.compress(w.bucket, 0, w.blocks, **arguments, products=sums)
-    return [e, out.raw, sums]
-
-
 def compress_range(w: World, residual: torch.dtype = torch.float32, times: torch.dtype | None = None) -> Results:
     lo, hi = w.row_blocks, 2 * w.row_blocks
     part = slice(lo * w.size, hi * w.size)
@@ -239,19 +227,6 @@ def apply_adam(w: World, shift: int, times: torch.dtype | None = torch.float32) 
     r, decay, alpha = w.reciprocals(times or torch.float32), w.per_param(0.9), w.per_param(0.0, 0.1)
     w.kernels.apply_adam(w.bucket, spans, w.momentum(), None if times is None else r, decay, alpha)
     return _present(spans)
-
-
-def lamb_products(w: World, m: str, g: str, times: torch.dtype = torch.float32) -> Results:
-    gradient: Any = {"flat": w.flat, "spans": w.spans, "odd": w.odd_spans}[g]()
-    momentum = w.momentum() if m == "packed" else w.flat()
-    return [w.kernels.lamb_products(w.bucket, 0, w.blocks, g=gradient, m=momentum, r=w.reciprocals(times))]
-
-
-def lamb_products_range(w: World) -> Results:
-    lo, hi = w.row_blocks, w.blocks
-    g, r = (w.flat(positive=p)[lo * w.size : hi * w.size] for p in (False, True))
-    momentum = w.momentum().narrow(1, w.blocks // w.row_blocks - 1)
-    return [w.kernels.lamb_products(w.bucket, lo, hi, g=g, m=momentum, r=r)]
 
 
 def lamb_update(w: World, old: str, times: torch.dtype = torch.float32) -> Results:
@@ -375,13 +350,6 @@ CASES: dict[str, Callable[[World], Results]] = {
     **{f"apply_adam shifted {s}": (lambda w, s=s: apply_adam(w, s)) for s in (0, 1)},
     **{f"apply_adam shifted {s} without r": (lambda w, s=s: apply_adam(w, s, None)) for s in (0, 1)},
     **{f"apply_adam shifted {s}, bf16 r": (lambda w, s=s: apply_adam(w, s, torch.bfloat16)) for s in (0, 1)},
-    **{
-        f"lamb_products {m} {g}": (lambda w, m=m, g=g: lamb_products(w, m, g))
-        for m, g in (("flat", "flat"), ("flat", "spans"), ("packed", "spans"), ("packed", "odd"))
-    },
-    "lamb_products packed spans, bf16 r": lambda w: lamb_products(w, "packed", "spans", torch.bfloat16),
-    "lamb_products range": lamb_products_range,
-    "compress with products": compress_with_products,
     **{f"lamb_update {old}": (lambda w, old=old: lamb_update(w, old)) for old in ("flat", "packed")},
     "lamb_update packed, bf16 r": lambda w: lamb_update(w, "packed", torch.bfloat16),
     **{f"lamb_apply shifted {s}": (lambda w, s=s: lamb_apply(w, s)) for s in (0, 1)},

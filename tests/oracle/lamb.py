@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from oracle.adam import gap_of_refreshes, updates_of_refresh
 from oracle.blocks import Array, Exchange
 from oracle.common import (
     Gradients,
@@ -19,7 +18,6 @@ from oracle.common import (
     present,
     squared_norm,
     step_over,
-    times_denominator,
     zero_if_missing,
 )
 
@@ -31,8 +29,6 @@ class Lamb:
         c_avg: moving averages of the trust ratios ``c`` of the warm-up, per tensor.
         r: last scaling factors ``f``, per tensor.
         coeff: coefficient c of the last step, per tensor.
-        seen: (E, X) of every tensor with weights and gradients, in the steps in which it was measured since the freeze.
-        dense_steps: of the steps made, which were dense.
     """
 
     def __init__(
@@ -56,8 +52,6 @@ class Lamb:
         factor_max: float = 4.0,
         factor_min: float = 0.5,
         factor_threshold: float = 0.1,
-        trust_ratio: str = "followed",
-        refresh: int | str | None = None,
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
@@ -65,22 +59,13 @@ class Lamb:
         self.T_w, self.bias_correction, self.phi, self.max_norm = T_w, bias_correction, phi, max_norm
         self.max_coeff, self.min_coeff, self.coeff_beta = max_coeff, min_coeff, coeff_beta
         self.factor_max, self.factor_min, self.factor_threshold = factor_max, factor_min, factor_threshold
-        self.followed, self.nodes = trust_ratio == "followed", n // ranks_per_node
         sizes = [a.size for a in self.x]
         self.m = [np.zeros(size) for size in sizes]
         self.v = [np.zeros(size) for size in sizes]
-        self.k: list[float] = [0] * len(x)
+        self.k = [0] * len(x)
         self.vfresh = [np.zeros(size) for size in sizes]
         self.c_avg = [0.0] * len(x)  # init: c_avg = 0, r = 1
         self.r = [1.0] * len(x)
-        self.refresh = refresh or ("auto" if self.followed else "never")
-        self.dense_steps: list[bool] = []
-        self.seen: list[list[tuple[float, float]]] = [[] for _ in x]
-        self.exchanged = 0  # compressed steps
-        self.c = [1.0] * len(x)  # of the next step
-        self.learned = 0  # the last step in which v has learned
-        # what the denominators are made of
-        self.v_D, self.k_D = self.v, self.k
         self.coeff = [1.0] * len(x)
         self.t = [0] * len(x)
         self.exchange = Exchange(sizes, n, block_size, ranks_per_node)
@@ -92,14 +77,6 @@ class Lamb:
         self.frozen = True
         self.vfresh = [floored(v, self.phi) for v in self.v]
         self.c_avg = [1.0 if c == 0.0 else c for c in self.c_avg]  # every c was exactly 1: use c_avg = 1
-        self.c = list(self.coeff)
-        self.v_D, self.k_D, self.learned = [floored(v, self.phi) for v in self.v], list(self.k), self.steps
-
-    @property
-    def refreshing(self) -> bool:
-        """Whether the next step is a refresh."""
-        gap = max(16, gap_of_refreshes(self.learned)) if isinstance(self.refresh, str) else self.refresh + 1
-        return self.frozen and self.refresh != "never" and self.steps + 1 - self.learned >= gap
 
     def step(self, g: Gradients) -> None:
         """One step from the local gradients ``g[i][l]``."""
@@ -107,28 +84,16 @@ class Lamb:
             self.skipped += 1
             return
         g = flatten(g)
-        refreshing = self.refreshing
-        self.dense_steps.append(not self.frozen or refreshing)
         factor = clip_factor(self._norm(g), self.max_norm)
-        exchanges = self.frozen and not refreshing
-        self.exchanged += exchanges
-        measures = self.followed and exchanges and (self.exchanged <= 10 or self.exchanged % 2 == 0)
         for l in range(len(self.x)):
             if present(g, l):
                 self.t[l] += 1
                 local = [factor * a for a in zero_if_missing(g, l, self.x[l].size)]
                 if not self.frozen:
                     self._dense(l, np.mean(local, axis=0))
-                elif refreshing:
-                    self._refresh(l, np.mean(local, axis=0))
                 else:
-                    measured = self._products(l, local) if measures else None
                     self._compressed(l, local)
-                    if measured is not None:
-                        self._follow(l, *measured)
         self.steps += 1
-        if refreshing:
-            self.learned = self.steps
         if not self.frozen and self.T_w is not None and self.steps >= self.T_w:
             self.freeze()
 
@@ -150,9 +115,6 @@ class Lamb:
         self.x[l] = x - self.lr * c * u  # x -= lr*c*u
 
     def _compressed(self, l: int, g: Sequence[Array]) -> None:
-        if self.followed:
-            self._followed(l, g)
-            return
         x, m_old = self.x[l], self.m[l]
         # m = exchange(b1 m + (1-b1) g_i)
         self.m[l] = self.exchange(l, [self.b1 * m_old + (1 - self.b1) * g[i] for i in range(self.n)])
@@ -179,68 +141,13 @@ class Lamb:
         self.coeff[l] = self.c_avg[l] * f
         self.x[l] = x - self.lr * self.coeff[l] * u  # x -= lr * c_avg*f * u
 
-    def _followed(self, l: int, g: Sequence[Array]) -> None:
-        x = self.x[l]
-        D = self._denominators(l)
-        # m/D = exchange((b1 m + (1-b1) g_i)/D)
-        sent = [step_over(self.b1 * self.m[l] + (1 - self.b1) * g[i], *D) for i in range(self.n)]
-        self.m[l] = times_denominator(self.exchange(l, sent), *D)
-        self.coeff[l] = self.c[l]
-        self.x[l] = x - self.lr * self.c[l] * (step_over(self._mhat(l), *D) + self.wd * x)  # x -= lr*c*u
-
-    def _refresh(self, l: int, g: Array) -> None:
-        """Momentum and v learn, v as if g had come s times; the step is by the denominators that result and the ratio there is."""
-        self.m[l] = self.b1 * self.m[l] + (1 - self.b1) * g
-        s = updates_of_refresh(self.steps + 1 - self.learned, self.b2, self.k[l])
-        self.v[l] = self.b2**s * self.v_D[l] + (1 - self.b2**s) * g**2
-        self.k[l] += s
-        self.v_D[l], self.k_D[l] = floored(self.v[l], self.phi), self.k[l]
-        self.coeff[l] = self.c[l]
-        update = step_over(self._mhat(l), *self._denominators(l)) + self.wd * self.x[l]
-        self.x[l] = self.x[l] - self.lr * self.c[l] * update
-
-    def _products(self, l: int, g: Sequence[Array]) -> tuple[float, float]:
-        """E and X of this step, before it is made."""
-        D = self._denominators(l)
-        # of the means of nodes, where the exchange is hierarchical
-        h = [
-            step_over(a, *D) for a in np.mean(np.reshape(g, (self.nodes, self.n // self.nodes, self.x[l].size)), axis=1)
-        ]
-        s = step_over(self.m[l], *D)
-        return squared_norm(h) / self.nodes**2, float(np.mean([np.dot(s, a) for a in h]))
-
-    def _follow(self, l: int, E: float, X: float) -> None:
-        norm = float(np.linalg.norm(self.x[l]))
-        if norm == 0 or E == 0:
-            return
-        self.seen[l].append((E, X))
-        E, X = self._averages(self.seen[l])
-        S = max(X, 0.0)
-        # ||s||^2 = b1^2 ||s||^2 + 2 b1 (1-b1) S + (1-b1)^2 ||mean_i h_i||^2, of which ||mean_i h_i||^2 = E + (1-1/n) S
-        square = (2 * self.b1 * S + (1 - self.b1) * (E + (1 - 1 / self.nodes) * S)) / (1 + self.b1)
-        if self.bias_correction:
-            square /= (1 - self.b1 ** self.t[l]) ** 2
-        U = np.sqrt(square + (self.wd * norm) ** 2)
-        self.c[l] = float(np.clip(norm / U, self.min_coeff, self.max_coeff)) if U > 0 else 1.0
-
-    def _averages(self, seen: Sequence[tuple[float, float]]) -> Array:
-        """Over 50 steps: means of as many as are measured in these, from there each new one counts by its share of them."""
-        weight = 2 / 50
-        average = np.array(seen[0])
-        for k, pair in enumerate(seen[1:], 2):
-            average += max(1 / k, weight) * (np.array(pair) - average)
-        return average
-
-    def _denominators(self, l: int) -> tuple[Array, float, float, float, bool]:
-        return self.v_D[l], self.k_D[l], self.b2, self.eps, self.bias_correction
-
     def _mhat(self, l: int) -> Array:
         return self.m[l] / (1 - self.b1 ** self.t[l]) if self.bias_correction else self.m[l]
 
     def _norm(self, g: Gradients) -> float:
         squares = 0.0
         for l in range(len(self.x)):
-            if self.frozen and not self.refreshing:
+            if self.frozen:
                 squares += sum(squared_norm([g[i][l]]) for i in range(self.n)) / self.n
             elif present(g, l):
                 squares += squared_norm([average(g, l, self.x[l].size)])
