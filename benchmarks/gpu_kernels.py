@@ -255,7 +255,7 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
     size, fresh = flats[1].abs_(), flats[4].abs_()
     x, g, (a, _, decay, alpha) = model.x_spans[k], model.g_spans[k], model.factors[k]
     factors = torch.full((8, b.blocks), 0.5, device=model.device)
-    votes = torch.randint(-(2**31), 2**31, (b.blocks, 1, lanes), dtype=torch.int32, device=model.device)
+    votes = torch.randint(-(2**31), 2**31, (b.blocks, lanes), dtype=torch.int32, device=model.device)
     live = torch.full((b.blocks, lanes), -1, dtype=torch.int32, device=model.device)
     signs, marked = model.payload(b.blocks, scales=False), torch.empty_like(live)
     eight = model.payload(b.blocks, 8, scales=False)
@@ -296,17 +296,17 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
         (
             "vote of 8 ranks",
             eight.raw.numel() + 4 * votes.numel() + 8 * elements,
-            lambda: kernels.vote(eight, b.lengths, "feedback", server, 0, votes, flats[2]),
+            lambda: kernels.vote(eight, b.lengths, server, 0, votes, flats[2]),
         ),
         (
             "vote of 8 ranks, drawn",
             eight.raw.numel() + 4 * votes.numel(),
-            lambda: kernels.vote(eight, b.lengths, "random", server, 0, votes),
+            lambda: kernels.vote(eight, b.lengths, server, 0, votes),
         ),
         (
             "apply_votes",
             8 * valid + 8 * live.numel(),
-            lambda: kernels.apply_votes(b, x, votes, live, None, decay, alpha),
+            lambda: kernels.apply_votes(b, x, votes, live, decay, alpha),
         ),
         ("mark_live", 4 * elements + 4 * live.numel(), lambda: kernels.mark_live(b, 0, b.blocks, size, marked)),
     ]

@@ -106,8 +106,8 @@ class Case:
         def vote(rows: int) -> Callable[[], Any]:
             chunk = blocks // rows
             received = Packed.empty(rows, chunk, BLOCK, has_scales=False)
-            carry, reply = torch.zeros(chunk * BLOCK), torch.zeros((chunk, 1, BLOCK // 32), dtype=torch.int32)
-            return lambda: kernels.vote(received, bucket.lengths[:chunk], "feedback", (1, 2, 3), 0, reply, carry)
+            carry, reply = torch.zeros(chunk * BLOCK), torch.zeros((chunk, BLOCK // 32), dtype=torch.int32)
+            return lambda: kernels.vote(received, bucket.lengths[:chunk], (1, 2, 3), 0, reply, carry)
 
         return {
             "grad_stats": (4, lambda: kernels.grad_stats([self.g])),
@@ -155,7 +155,7 @@ class Case:
             "apply_votes": (
                 8 + 2 / 8,
                 lambda: kernels.apply_votes(
-                    bucket, [self.x], self.bits.words.view(blocks, 1, -1), self.live, None, self.decay, self.alpha
+                    bucket, [self.x], self.bits.words.view(blocks, -1), self.live, self.decay, self.alpha
                 ),
             ),
             "unpack": (4 + BITS, lambda: kernels.unpack(self.old, bucket.lengths, self.out)),

@@ -4,10 +4,11 @@
     python benchmarks/rules.py run --task T1 --only lamb --minutes 60
     python benchmarks/rules.py table                    the tables, and benchmarks/results/rules.json
 
-A run is one line of ``benchmarks/results/rules_runs.jsonl``. A run that is there is not repeated, so an interrupted study goes on. For each
-rule, seed 0 searches the learning rate on a grid of factor 2, until the best one has a worse neighbour on both sides; seeds 1, 2 and 3
-compare at that rate. Within a seed all rules begin with the same weights and see the same data. Compressed rules run in a
-``SimulatedWorld``; dense ones see the batches of all workers at once, which gives the same mean gradient.
+A run is one line of ``benchmarks/results/rules_runs.jsonl``. A run that is there is not repeated, so an interrupted study goes on. The
+learning rates of AdamW, LAMB, the signs and BinSGDM are searched on T1short and T3, on a grid of factor 2, until the best one has a worse
+neighbour on both sides; seeds 1, 2 and 3 compare at that rate. The other compressed rules take that of their dense twin. Within a seed
+all rules begin with the same weights and see the same data. Compressed rules run in a ``SimulatedWorld``; dense ones see the batches of
+all workers at once, which gives the same mean gradient.
 
 T1 and T2 need ``pip install tokenizers``. Nothing is downloaded: the data is the Python source of the standard library and of torch.
 """
@@ -70,7 +71,8 @@ class Task:
         vocabulary: byte-pair tokens; 256: bytes.
         width: of the residual stream.
         layers: transformer layers.
-        like: the task whose dense runs and learning rates count here too: it sees the same data, shared out among other workers.
+        like: the task whose dense runs count here too: it sees the same data, shared out among other workers or frozen at another step.
+        rates: the task whose learning rates are used; empty: its own.
     """
 
     name: str
@@ -84,6 +86,7 @@ class Task:
     width: int
     layers: int
     like: str = ""
+    rates: str = ""
 
     def lr(self, peak: float, step: int) -> float:
         """Learning rate of step 1, 2, ..."""
@@ -96,12 +99,12 @@ class Task:
 TASKS = {
     task.name: task
     for task in (
-        Task("T1", 4, 8, 64, 1000, 200, 200, 4096, 128, 2),
+        Task("T1", 4, 8, 64, 1000, 200, 200, 4096, 128, 2, rates="T1short"),
         Task("T1short", 4, 8, 64, 1000, 50, 50, 4096, 128, 2),
-        Task("T1late", 4, 8, 64, 1000, 50, 100, 4096, 128, 2, "T1short"),
-        Task("T1half", 4, 8, 64, 1000, 50, 500, 4096, 128, 2, "T1short"),
-        Task("T2", 16, 2, 64, 1000, 200, 200, 4096, 128, 2, "T1"),
-        Task("T2short", 16, 2, 64, 1000, 50, 50, 4096, 128, 2, "T1short"),
+        Task("T1late", 4, 8, 64, 1000, 50, 100, 4096, 128, 2, "T1short", "T1short"),
+        Task("T1half", 4, 8, 64, 1000, 50, 500, 4096, 128, 2, "T1short", "T1short"),
+        Task("T2", 16, 2, 64, 1000, 200, 200, 4096, 128, 2, "T1", "T1short"),
+        Task("T2short", 16, 2, 64, 1000, 50, 50, 4096, 128, 2, "T1short", "T1short"),
         Task("T3", 4, 4, 128, 600, 60, 60, 256, 256, 4),
     )
 }
@@ -234,9 +237,9 @@ class Rule:
         family: ``"dense"`` (one process, the mean gradient), ``"library"`` (a ``SimulatedWorld``) or ``"stacked"`` (gradients of all
             workers as rows of one tensor, for what the library has no option for).
         make: makes the optimizer: from ``(parameters, lr, task, **more)``.
-        lr: where the search for the best learning rate begins; 0: at the twin's best.
+        lr: where the search for the best learning rate begins; 0: there is none, ``like`` or else ``twin`` has it.
         twin: the rule that it is compared with.
-        like: the rule whose best learning rate is used; empty: its own.
+        like: the rule whose best learning rate is used, where that is not the twin.
         tasks: those it is run on; empty: all.
     """
 
@@ -416,35 +419,23 @@ def _rules() -> dict[str, Rule]:
     binsgdm_published = {"server": "random", "draws": "independent", "magnitude_beta": 0.7, "denominator_floor": 0.0}
     local = {"local_step_scaler": lambda task: task.steps // 20, "local_step_clipper": 4}
 
-    def like(name: str, default: str) -> str:
-        return "" if name == default else "adamw95" if name.endswith("95") else default
-
     def adam(name: str, **options: Any) -> Rule:
         made = _library(ob.OnebitAdam, freeze_step=warm_up, **options)
-        return Rule(
-            name, "library", made, 0.0, "adamw95" if name.endswith("95") else "adamw", like(name, "onebit_adam")
-        )
+        return Rule(name, "library", made, 0.0, "adamw95" if name.endswith("95") else "adamw")
 
     def lamb(name: str, **options: Any) -> Rule:
-        return Rule(
-            name,
-            "library",
-            _library(ob.OnebitLamb, freeze_step=warm_up, **options),
-            0.0,
-            "lamb",
-            like(name, "onebit_lamb"),
-        )
+        return Rule(name, "library", _library(ob.OnebitLamb, freeze_step=warm_up, **options), 0.0, "lamb")
 
     def zero_one(name: str, **options: Any) -> Rule:
         made = _library(ob.ZeroOneAdam, **{"var_freeze_step": warm_up, **options})
-        twin = "adamw95" if name.endswith("95") else "adamw"
-        return Rule(name, "library", made, 0.0, twin, like(name, "zero_one_adam"))
+        return Rule(name, "library", made, 0.0, "adamw95" if name.endswith("95") else "adamw")
 
     def binsgdm(name: str, **options: Any) -> Rule:
-        return Rule(name, "library", _library(ob.BinSGDM, **options), 0.0, "sign", like(name, "binsgdm"))
+        made = _library(ob.BinSGDM, **options)
+        return Rule(name, "library", made, 0.0 if options else 1e-3, "sign", "binsgdm" if options else "")
 
     def separated(name: str, twin: str, **options: Any) -> Rule:
-        return Rule(name, "stacked", lambda p, lr, task: Separated(p, lr, task, **options), 0.0, twin, twin)
+        return Rule(name, "stacked", lambda p, lr, task: Separated(p, lr, task, **options), 0.0, twin)
 
     both: dict[str, Any] = {"freeze": True, "compress": True}
 
@@ -477,7 +468,7 @@ def _rules() -> dict[str, Rule]:
         binsgdm("binsgdm"),
         binsgdm("binsgdm_published", **binsgdm_published),
         binsgdm("binsgdm_random_server", server="random"),
-        binsgdm("binsgdm_majority", server="majority"),
+        binsgdm("binsgdm_random_independent", server="random", draws="independent"),
         binsgdm("binsgdm_independent_draws", draws="independent"),
         binsgdm("binsgdm_drops_overflow", overflow="drop"),
         binsgdm("binsgdm_one_beta", magnitude_beta=0.7),
@@ -606,8 +597,11 @@ def loss_of(run: Mapping[str, Any]) -> float:
 
 
 def search(runs: Iterable[Mapping[str, Any]], rule: Rule) -> tuple[float, bool]:
-    """The learning rate to run next with seed 0, or the best one; and whether it is bracketed (then nothing is left to search)."""
-    found = {run["lr"]: loss_of(run) for run in runs if run["rule"] == rule.name and run["seed"] == SEARCH_SEED}
+    """The learning rate to run next, or the best one; and whether it is bracketed (then nothing is left to search)."""
+    found: dict[float, float] = {}
+    for run in runs:
+        if run["rule"] == rule.name:
+            found[run["lr"]] = min(found.get(run["lr"], math.inf), loss_of(run))
     if not found:
         return rule.lr, False
     best = min(found, key=lambda lr: (found[lr], lr))
@@ -619,9 +613,10 @@ def search(runs: Iterable[Mapping[str, Any]], rule: Rule) -> tuple[float, bool]:
 
 def best_lr(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> tuple[float, bool]:
     """``search`` in the task and for the rule whose learning rates count for this one."""
-    task, rule = TASKS[task].like or task, RULES[rule.like] if rule.like else rule
-    lr, bracketed = search([run for run in runs if run["task"] == task], rule)
-    return (lr, bracketed) if lr else (best_lr(task, RULES[rule.twin], runs)[0], False)
+    while not rule.lr:
+        rule = RULES[rule.like or rule.twin]
+    home = TASKS[task].rates or task
+    return search([run for run in runs if run["task"] == home], rule)
 
 
 def wanted(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
@@ -630,11 +625,9 @@ def wanted(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> list[tup
         return []
     lr, bracketed = best_lr(task, rule, runs)
     if not bracketed:
-        waits = not any(run["task"] == task and run["rule"] == rule.name for run in runs) and rule.lr == 0
-        if TASKS[task].like or rule.like or (waits and not best_lr(task, RULES[rule.twin], runs)[1]):
-            return []
-        return [(lr, SEARCH_SEED)]
-    done = {run["seed"] for run in runs if run["task"] == task and run["rule"] == rule.name and run["lr"] == lr}
+        return [(lr, SEARCH_SEED)] if rule.lr and not TASKS[task].rates else []
+    own = (run for run in runs if run["task"] == task and run["rule"] == rule.name and run["lr"] == lr)
+    done = {run["seed"] for run in own if run["precision"] == PRECISION}
     return [(lr, seed) for seed in SEEDS if seed not in done]
 
 
@@ -676,37 +669,48 @@ def study(task: str, only: str, minutes: float | None, jobs: int) -> None:
 # ----- the tables -----------------------------------------------------------------------------------------------------
 
 
-def _mean(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and its standard error."""
-    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else math.nan
+def _mean(values: Sequence[float]) -> tuple[float, float | None]:
+    """Mean and its standard error, which a single value has not."""
+    error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
     return statistics.fmean(values), error
 
 
 def summary(runs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """One row per task and rule that is complete: loss, gap to its twin and gain over the default rule, in per cent, seed by seed."""
-    losses: dict[tuple[str, str], dict[int, float]] = {}
+    """One row per task and rule at its learning rate: loss, and the gap to its twin and to the default rule in per cent.
+
+    Gaps are those of pairs: the same seed, and the same precision of matrix products. ``pairs`` says how many there are.
+    """
+    losses: dict[tuple[str, str], dict[tuple[int, str], float]] = {}
     rows = []
     for task in TASKS:
         for rule in RULES.values():
             home = (TASKS[task].like or task) if rule.family == "dense" else task
-            own = [run for run in runs if run["task"] == home and run["rule"] == rule.name]
             lr, bracketed = best_lr(task, rule, runs)
-            at_best = {run["seed"]: loss_of(run) for run in own if run["lr"] == lr and run["seed"] in SEEDS}
-            if not bracketed or len(at_best) < len(SEEDS):
+            own = [run for run in runs if run["task"] == home and run["rule"] == rule.name and run["lr"] == lr]
+            own = [run for run in own if run["seed"] in SEEDS]
+            if not bracketed or not own:
                 continue
-            losses[task, rule.name] = at_best
-            used = [run for run in own if run["lr"] == lr and run["seed"] in SEEDS and "loss" in run]
-            row: dict[str, Any] = {"task": task, "rule": rule.name, "lr": lr, "loss": _mean(list(at_best.values()))}
+            found = losses[task, rule.name] = {(run["seed"], run["precision"]): loss_of(run) for run in own}
+            used = [run for run in own if "loss" in run]
+            row: dict[str, Any] = {"task": task, "rule": rule.name, "lr": lr, "loss": _mean(list(found.values()))}
             row["worst"] = max((run["worst"] for run in used), default=math.inf)
             row["bytes"] = statistics.fmean(run["bytes"] for run in used) if used else math.nan
             default = next(
                 (name for name in ("onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm") if name in rule.name), ""
             )
             for key, other in (("gap", rule.twin), ("against_default", default if default != rule.name else "")):
-                if (reference := losses.get((task, other))) is not None:
-                    row[key] = _mean([100 * (at_best[s] / reference[s] - 1) for s in SEEDS])
+                reference = losses.get((task, other), {})
+                gaps = [100 * (loss / reference[pair] - 1) for pair, loss in found.items() if pair in reference]
+                if gaps:
+                    row[key] = _mean(gaps)
+                    row["pairs"] = len(gaps)
             rows.append(row)
     return rows
+
+
+def _shown(value: tuple[float, float | None] | None, form: str) -> str:
+    """``mean +- error``, as far as they are known."""
+    return " +- ".join(f"{number:{form}}" for number in value or () if number is not None).replace("+- +", "+- ")
 
 
 def table(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -714,19 +718,17 @@ def table(runs: Sequence[Mapping[str, Any]]) -> None:
     rows = summary(runs)
     for task in TASKS:
         own = [row for row in rows if row["task"] == task]
-        if not own:
+        if all(RULES[row["rule"]].family == "dense" for row in own):
             continue
         print(f"\n{task}: {TASKS[task]}\n")
         print(
-            f"{'rule':32} {'lr':>8} {'loss':>7} {'+-':>6} {'gap %':>14} {'to default %':>14} {'worst':>6} {'B/param':>7}"
+            f"{'rule':32} {'lr':>8} {'loss':>14} {'gap %':>14} {'to default %':>14} {'pairs':>5} {'worst':>6} {'B/param':>7}"
         )
         for row in own:
-            gap, default = (
-                f"{row[key][0]:+.2f} +- {row[key][1]:.2f}" if key in row else "" for key in ("gap", "against_default")
-            )
+            gap, default = (_shown(row.get(key), "+.2f") for key in ("gap", "against_default"))
             print(
-                f"{row['rule']:32} {row['lr']:8.2g} {row['loss'][0]:7.4f} {row['loss'][1]:6.4f} {gap:>14} {default:>14} "
-                f"{row['worst']:6.2f} {row['bytes']:7.3f}"
+                f"{row['rule']:32} {row['lr']:8.2g} {_shown(row['loss'], '.3f'):>14} {gap:>14} {default:>14} "
+                f"{row.get('pairs', ''):>5} {row['worst']:6.2f} {row['bytes']:7.3f}"
             )
     SUMMARY.write_text(json.dumps({"tasks": {n: vars(t) for n, t in TASKS.items()}, "rows": rows}, indent=1) + "\n")
 

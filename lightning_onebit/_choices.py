@@ -17,7 +17,7 @@ RefreshRule: TypeAlias = Literal["auto", "never"]
 LocalStepPolicy: TypeAlias = Literal["interval", "learning_rate"]
 VarianceDecay: TypeAlias = Literal["refresh", "step"]
 
-Server: TypeAlias = Literal["feedback", "random", "mean", "majority"]
+Server: TypeAlias = Literal["feedback", "random"]
 Draws: TypeAlias = Literal["stratified", "independent"]
 Overflow: TypeAlias = Literal["keep", "drop"]
 

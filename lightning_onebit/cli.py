@@ -11,7 +11,6 @@ from pathlib import Path
 from lightning_onebit import __version__, bench, doctor
 from lightning_onebit._choices import Overlap, choices
 from lightning_onebit._console import Outcome, Parser, add_json, execute, fill
-from lightning_onebit.optim.binsgdm import SERVERS
 from lightning_onebit.planner import LARGEST, Cluster, Job, fit_compute, format_seconds, plan, plot
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
@@ -27,7 +26,7 @@ _JOB_OPTIONS = (
         "block_size",
         "bucket_mb",
     ),
-    *("var_update_scaler", "local_step_scaler", "local_step_clipper", "server"),
+    *("var_update_scaler", "local_step_scaler", "local_step_clipper"),
 )
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
@@ -142,7 +141,6 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model.add_argument("--local-step-scaler", type=_whole(1), help="0/1 Adam's (default: a fifth of the steps)")
     model.add_argument("--local-step-clipper", type=_whole(1), default=Job.local_step_clipper, help="0/1 Adam's")
-    model.add_argument("--server", choices=SERVERS, default=Job.server, help="BinSGDM's")
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--gpus", type=_whole(1), required=True, help="number of ranks")
     cluster.add_argument("--gpus-per-node", type=_whole(1), default=1, help="that share one network card (1)")

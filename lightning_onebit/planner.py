@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
-from lightning_onebit._choices import Overlap, Server, choices
+from lightning_onebit._choices import Overlap, choices
 from lightning_onebit._console import fill, format_figure
 from lightning_onebit.comm import (
     Collective,
@@ -21,7 +21,6 @@ from lightning_onebit.comm import (
     peer_bytes,
     ring_bytes,
 )
-from lightning_onebit.optim.binsgdm import SERVERS
 from lightning_onebit.optim.options import LARGEST_BUCKET_MB, check_choice, check_integer, check_number
 from lightning_onebit.optim.policies import IntervalPolicy, VariancePolicy, replay_schedule
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
@@ -155,7 +154,6 @@ class Job:
         var_update_scaler: 0/1 Adam's, like the two that follow.
         local_step_scaler: see ``ZeroOneAdam``; None: a fifth of ``steps``, about what the paper's 32,678 are of its 152,511.
         local_step_clipper: see ``ZeroOneAdam``.
-        server: BinSGDM's.
     """
 
     params: int | Sequence[int]
@@ -170,7 +168,6 @@ class Job:
     var_update_scaler: int = 16
     local_step_scaler: int | None = None
     local_step_clipper: int = 16
-    server: Server = "feedback"
 
     def __post_init__(self) -> None:
         """Checks every number.
@@ -208,7 +205,6 @@ class Job:
                 f"local_step_scaler={self.local_step_scaler} has no effect with local_step_clipper=1, which means no local steps; "
                 "leave it out, or allow larger gaps"
             )
-        check_choice("server", self.server, SERVERS)
 
     @property
     def tensors(self) -> tuple[int, ...]:
@@ -453,12 +449,10 @@ def _collectives(
 ) -> Iterator[Collective]:
     """The collectives of buckets of so many blocks; ``merges``: of bitmaps, which nodes do not average and no server votes on."""
     share = cluster.gpus_per_node if hierarchical else 1
-    votes = (cluster.gpus // share).bit_length() if name == "binsgdm" and job.server == "mean" and not merges else 1
     return exchange_collectives(
         *(blocks, job.block_size, cluster.gpus, share),
         has_scales=name != "binsgdm",
         node_average=not merges,
-        reply_planes=votes,
     )
 
 
@@ -514,7 +508,7 @@ def _rounds(job: Job, name: str) -> dict[str, float]:
     # all others learn their variance in a dense step at least, however small the share
     dense = max(1, round(job.warmup * job.steps))
     if name != "zero_one_adam":
-        dense += VariancePolicy().count(dense, job.steps)
+        dense += VariancePolicy().count(dense, job.steps) if name == "onebit_adam" else 0
         return {"dense": float(dense), "one_bit": float(job.steps - dense), "silent": 0.0}
     scaler = job.local_step_scaler if job.local_step_scaler is not None else max(1, job.steps // 5)
     return dict(_replayed(job.steps, dense, job.var_update_scaler, scaler, job.local_step_clipper))

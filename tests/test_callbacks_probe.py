@@ -180,8 +180,8 @@ def test_watching_ends_where_compression_begins_and_can_be_turned_off(
             },
         ),
         (
-            lambda p: BinSGDM(p, block_size=32, server="mean"),
-            {"algorithm": "binsgdm", "block_size": 32, "bucket_mb": 16.0, "kernels": "auto", "server": "mean"},
+            lambda p: BinSGDM(p, block_size=32),
+            {"algorithm": "binsgdm", "block_size": 32, "bucket_mb": 16.0, "kernels": "auto"},
         ),
     ],
     ids=["onebit_adam", "binsgdm"],

@@ -45,7 +45,7 @@ def fixed(cls: type) -> dict[str, tuple[str, ...]]:
 
 def test_no_option_with_fixed_values_is_a_plain_string() -> None:
     listed = {name for kind in vars(_choices).values() if get_origin(kind) is Literal for name in get_args(kind)}
-    assert {"auto", "never", "backward", "bfloat16", "mean"} <= listed
+    assert {"auto", "never", "backward", "bfloat16", "feedback"} <= listed
     for cls in owners():
         for name, parameter in inspect.signature(cls).parameters.items():
             assert parameter.default not in listed or name in fixed(cls), f"{cls.__name__}({name}=...)"

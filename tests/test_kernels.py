@@ -487,7 +487,7 @@ def test_a_chunk_without_a_row_of_any_worker_is_refused(kernels: KernelBackend) 
         kernels.reduce(Packed.empty(0, 2, 64, device=device), lengths, d, Packed.empty(1, 2, 64, device=device), 1.0)
     bits = Packed.empty(0, 2, 64, device=device, has_scales=False)
     with pytest.raises(ValueError, match="received must have a row for each worker, got none"):
-        kernels.vote(bits, lengths, "majority", (1, 2, 0), 0, torch.zeros((2, 1, 2), dtype=torch.int32, device=device))
+        kernels.vote(bits, lengths, (1, 2, 0), 0, torch.zeros((2, 2), dtype=torch.int32, device=device))
 
 
 # ----- the registry --------------------------------------------------------------------------------------------------------------

@@ -187,16 +187,13 @@ def run_other_algorithms(
 
     workers = Packed.empty(int(rng.integers(1, 7)), chunk, size, has_scales=False)
     workers.words.copy_(torch.from_numpy(rng.integers(-(2**31), 2**31, workers.words.shape).astype(np.int32)))
-    for mode in ("random", "majority", "mean", "feedback"):
-        planes = workers.rows.bit_length() if mode == "mean" else 1
-        result = torch.zeros((chunk, planes, words), dtype=torch.int32)
-        carry = flats[5][: chunk * size].clamp(-1, 1) if mode == "feedback" else None
-        kernels.vote(workers, bucket.lengths[:chunk], mode, key, first_block, result, carry)
+    for carry in (None, flats[5][: chunk * size].clamp(-1, 1)):
+        result = torch.zeros((chunk, words), dtype=torch.int32)
+        kernels.vote(workers, bucket.lengths[:chunk], key, first_block, result, carry)
         note(result, *([] if carry is None else [carry]))
         x = moved()
-        votes = result.repeat(world, 1, 1)
-        mean_of = workers.rows if mode == "mean" else None
-        kernels.apply_votes(bucket, x, votes, live, mean_of, factors[2], factors[3] - 0.5)
+        votes = result.repeat(world, 1)
+        kernels.apply_votes(bucket, x, votes, live, factors[2], factors[3] - 0.5)
         note(*x)
     return written
 

@@ -36,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 2},
     "onebit_lamb": {"freeze_step": 2, "max_coeff": 0.3},
     "zero_one_adam": LOCAL,
-    "binsgdm": {"server": "mean", "seed": 3},
+    "binsgdm": {"server": "random", "seed": 3},
 }
 
 

@@ -87,7 +87,7 @@ ONE_BIT = {"var_freeze_step": 2, "local_step_clipper": 1, "refresh": "never"}
         ("ZeroOneAdam", ONE_BIT, 9, 8.125, 4.0),
         # m 4, a 4, bitmap of live coordinates 1/8; the server's feedback 4/n
         ("BinSGDM", {}, 4, 8.125, 4.0),
-        ("BinSGDM", {"server": "mean"}, 4, 8.125, 0.0),
+        ("BinSGDM", {"server": "random"}, 4, 8.125, 0.0),
     ],
 )
 def test_an_optimizer_holds_the_documented_bytes_per_parameter(

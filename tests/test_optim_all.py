@@ -616,7 +616,6 @@ def redistributed_worker(group: Any, rank: int, world: int, made: Problem, ranks
         *((algorithm, {}) for algorithm in RULES),
         ("onebit_adam", {"refresh": 3}),
         ("binsgdm", {"server": "random"}),
-        ("binsgdm", {"server": "mean"}),
     ],
 )
 def test_state_is_fp32_whatever_torchs_default_dtype(algorithm: str, rule: dict[str, Any], kernels: str) -> None:

@@ -360,23 +360,7 @@ def test_binsgdm_update_is_lr_times_an_unbiased_estimate_of_the_mean_of_m_over_a
     assert abs(np.mean(total - expected)) < 5 * np.sqrt(steps / 70)
 
 
-def test_binsgdm_with_mean_server_has_less_variance() -> None:
-    spread = {}
-    for server in ("random", "mean"):
-        # with a long memory m/a is small, and a vote has nearly the variance 1
-        ours = BinSGDM(
-            [np.zeros(70)], 4, uniform=lambda t, i, l: draws(t, i, 3), lr=1.0, b=0.9, ba=0.9, phi=0.0, server=server
-        )
-        noise = []
-        for t in range(100):
-            before = ours.x[0].copy()
-            ours.step([[worker[3]] for worker in gradients(t, 4)])
-            noise.append(before - ours.x[0] - np.mean([ours.m[i][0] / ours.a[i][0] for i in range(4)], axis=0))
-        spread[server] = np.mean(np.square(noise[5:]))
-    assert spread["mean"] == pytest.approx(spread["random"] / 4, rel=0.1)
-
-
-@pytest.mark.parametrize("server", ["feedback", "random", "majority"])
+@pytest.mark.parametrize("server", ["feedback", "random"])
 def test_binsgdm_moves_every_seen_coordinate_by_lr_and_no_other(server: str) -> None:
     ours = BinSGDM(start(), 3, uniform=draws, lr=0.5, server=server)
     x = [a.copy() for a in ours.x]

@@ -119,7 +119,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
     else:
         del options["residual_dtype"], options["denominator_dtype"]  # it has neither
         options |= {
-            "server": draw(st.sampled_from(["majority", "random", "mean", "feedback"])),
+            "server": draw(st.sampled_from(["random", "feedback"])),
             "seed": draw(st.integers(0, 3)),
         }
         options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}

@@ -64,7 +64,12 @@ def test_one_bit_adam_of_the_study_is_the_librarys(name: str, theirs: str) -> No
 
 
 def run(lr: float, loss: float, seed: int = 0, rule: str = "adamw", **more: Any) -> dict[str, Any]:
-    return {"task": "T1", "rule": rule, "lr": lr, "seed": seed, "loss": loss, "worst": 9.0, "bytes": 6.0, **more}
+    fixed = {"task": "T1short", "precision": rules.PRECISION, "worst": 9.0, "bytes": 6.0}
+    return {**fixed, "rule": rule, "lr": lr, "seed": seed, "loss": loss, **more}
+
+
+#: AdamW's best rate is 8e-3
+SEARCHED = [run(8e-3 * f, 5.0 + (f != 1)) for f in (0.5, 1, 2)]
 
 
 def test_a_learning_rate_is_searched_until_both_neighbours_are_worse() -> None:
@@ -80,32 +85,39 @@ def test_a_learning_rate_is_searched_until_both_neighbours_are_worse() -> None:
         runs.append(run(lr, math.inf if lr > 4e-3 else abs(math.log2(lr / 4e-3)) + 4.0))
     assert lr == pytest.approx(4e-3)
     assert sorted(asked) == pytest.approx([1e-3, 2e-3, 4e-3, 8e-3])
-    assert rules.wanted("T1", rule, runs) == [(lr, seed) for seed in rules.SEEDS]
+    assert rules.wanted("T1short", rule, runs) == [(lr, seed) for seed in rules.SEEDS]
 
 
-def test_a_rule_is_compared_seed_by_seed_and_only_when_it_is_complete() -> None:
-    runs = [run(8e-3 * f, 5.0 + (f != 1)) for f in (0.5, 1, 2)] + [run(8e-3, 4.0 + seed, seed) for seed in rules.SEEDS]
-    runs += [run(8e-3 * f, 5.0 + (f != 1), rule="onebit_adam") for f in (0.5, 1, 2)]
+def test_a_rule_is_compared_in_pairs_of_a_seed_and_a_precision() -> None:
+    runs = [*SEARCHED, *(run(8e-3, 4.0 + seed, seed) for seed in rules.SEEDS)]
     runs += [run(8e-3, 1.01 * (4.0 + seed), seed, "onebit_adam") for seed in rules.SEEDS[:2]]
-    # a dense run of T1 is one of T2 too, which shares its batches out among more workers
-    assert [(row["task"], row["rule"]) for row in rules.summary(runs)] == [("T1", "adamw"), ("T2", "adamw")]
-    runs.append(run(8e-3, 1.01 * (4.0 + rules.SEEDS[2]), rules.SEEDS[2], "onebit_adam"))
-    rows = {row["rule"]: row for row in rules.summary(runs) if row["task"] == "T1"}
-    assert rows["onebit_adam"]["gap"] == pytest.approx((1.0, 0.0), abs=1e-6)
+    runs.append(run(8e-3, 9.0, rules.SEEDS[2], "onebit_adam", precision="fp8"))  # no AdamW of that precision
+    rows = {(row["task"], row["rule"]): row for row in rules.summary(runs)}
+    # a dense run of T1short is one of T2short too, which shares its batches out among more workers
+    assert {task for task, rule in rows if rule == "adamw"} == {"T1short", "T1late", "T1half", "T2short"}
+    assert {task for task, rule in rows if rule == "onebit_adam"} == {"T1short"}
+    row = rows["T1short", "onebit_adam"]
+    assert row["gap"] == pytest.approx((1.0, 0.0), abs=1e-9) and row["pairs"] == 2
+    assert row["loss"][0] == pytest.approx((5.05 + 6.06 + 9.0) / 3)
+    assert rules.summary(runs[3:]) == [], "a rate that is not bracketed is no result"
 
 
-def test_a_variant_is_run_at_the_rate_of_its_rule_and_in_the_seeds_that_compare() -> None:
-    """And a task of more workers at the rates of the one whose data it sees."""
-    variant = rules.RULES["onebit_adam_plain_momentum"]
-    assert rules.wanted("T1", variant, []) == rules.wanted("T2", rules.RULES["onebit_adam"], []) == []
-    runs = [run(8e-3 * f, 5.0 + (f != 1), rule="onebit_adam") for f in (0.5, 1, 2)]
-    for task, rule in (("T1", variant), ("T2", variant), ("T2", rules.RULES["onebit_adam"])):
-        assert rules.wanted(task, rule, runs) == [(8e-3, seed) for seed in rules.SEEDS]
-    assert rules.wanted("T2", rules.RULES["adamw"], runs) == []
+def test_compressed_rules_run_at_the_rate_of_their_twin_and_tasks_of_the_same_model_at_that_of_one() -> None:
+    adam, plain = rules.RULES["onebit_adam"], rules.RULES["onebit_adam_plain_momentum"]
+    assert rules.wanted("T1short", adam, []) == rules.wanted("T2", plain, []) == [], "that is not known yet"
+    for task, rule in (("T1short", adam), ("T1short", plain), ("T1", rules.RULES["adamw"]), ("T2", adam)):
+        assert rules.wanted(task, rule, SEARCHED) == [(8e-3, seed) for seed in rules.SEEDS]
+    assert rules.wanted("T2", rules.RULES["adamw"], SEARCHED) == [], "T1 has them"
+    assert rules.wanted("T1", rules.RULES["adamw"], []) == [], "T1short is searched"
 
 
-def test_the_search_of_a_compressed_rule_begins_at_the_best_rate_of_its_twin() -> None:
-    rule = rules.RULES["onebit_adam"]
-    runs = [run(2e-3, 5.0), run(1e-3, 5.1)]
-    assert rules.wanted("T1", rule, runs) == [], "that is not known yet"
-    assert rules.wanted("T1", rule, [*runs, run(4e-3, 5.1)]) == [(2e-3, 0)]
+def test_variants_of_binsgdm_run_at_its_rate_which_is_searched() -> None:
+    rule, variant = rules.RULES["binsgdm"], rules.RULES["binsgdm_no_floor"]
+    assert rules.wanted("T1short", rule, []) == [(1e-3, 0)] and rules.wanted("T1short", variant, []) == []
+    runs = [run(1e-3 * f, 5.0 + (f != 1), rule="binsgdm") for f in (0.5, 1, 2)]
+    assert rules.wanted("T1short", variant, runs) == [(1e-3, seed) for seed in rules.SEEDS]
+
+
+def test_a_seed_of_another_precision_is_run_again() -> None:
+    runs = [*SEARCHED, run(8e-3, 5.0, 1), run(8e-3, 5.0, 2, precision="fp8")]
+    assert rules.wanted("T1short", rules.RULES["adamw"], runs) == [(8e-3, 2), (8e-3, 3)]

@@ -109,8 +109,6 @@ def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
         for name in ("kernels", "block_size", "residual_dtype", "denominator_dtype")
     } | {"bucket_mb": optimizer.bucket_mb}
     known = find_algorithm(optimizer.algorithm).options
-    if "server" in known:  # of BinSGDM: what the reply carries
-        options["server"] = optimizer.settings["server"]
     return {
         "algorithm": optimizer.algorithm,
         "ranks_per_node": optimizer.topology.ranks_per_node,

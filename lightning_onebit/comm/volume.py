@@ -47,7 +47,6 @@ def exchange_collectives(
     ranks_per_node: int = 1,
     *,
     has_scales: bool = True,
-    reply_planes: int = 1,
     node_average: bool = True,
 ) -> Iterator[Collective]:
     """The collectives of ``Exchange.run`` over buckets of so many blocks each, in the order in which a bucket meets them.
@@ -58,17 +57,15 @@ def exchange_collectives(
         ranks: number of ranks ``n``.
         ranks_per_node: ``K``; more than 1 is the hierarchical exchange.
         has_scales: whether rows carry a scale per block (all algorithms but BinSGDM).
-        reply_planes: bit planes per element on the way back (more than 1 for BinSGDM's ``server="mean"``).
         node_average: whether ranks of a node average in fp32 first (not for BinSGDM's bitmaps of live coordinates).
     """
     nodes = ranks // ranks_per_node
     for count in blocks:
         chunk = count // ranks
-        request = Packed.row_bytes(chunk, block_size, has_scales)
-        reply = request if reply_planes == 1 else reply_planes * Packed.row_bytes(chunk, block_size, has_scales=False)
+        row = Packed.row_bytes(chunk, block_size, has_scales)
         if ranks_per_node > 1 and node_average:
             yield Collective("all_to_all", "intra", ranks_per_node, count // ranks_per_node * block_size * 4)
-        yield Collective("all_to_all", "inter", nodes, request)
-        yield Collective("all_gather", "inter", nodes, reply)
+        yield Collective("all_to_all", "inter", nodes, row)
+        yield Collective("all_gather", "inter", nodes, row)
         if ranks_per_node > 1:
-            yield Collective("all_gather", "intra", ranks_per_node, nodes * reply)
+            yield Collective("all_gather", "intra", ranks_per_node, nodes * row)

@@ -36,12 +36,6 @@ def bit_sums(tensors: Sequence[Tensor]) -> list[int]:
     return [int(value) for value in torch.stack(sums).tolist()] if sums else []
 
 
-def check_carry(mode: str, carry: Tensor | None) -> None:
-    """Raises ``ValueError`` unless a vote has a carry exactly where its mode keeps one."""
-    if (carry is not None) != (mode == "feedback"):
-        raise ValueError(f"mode={mode!r} {'keeps no carry' if carry is not None else 'needs a carry'}")
-
-
 def check_rows(received: Packed) -> None:
     """Raises ``ValueError`` if there is no worker's row to reduce."""
     if not received.rows:

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans, kept
-from lightning_onebit.kernels.common import CheckMap, check_carry, check_rows, increment_versions, is_dense
+from lightning_onebit.kernels.common import CheckMap, check_rows, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import Packed
 from lightning_onebit.kernels.reference import ReferenceKernels
@@ -45,7 +45,7 @@ from lightning_onebit.kernels.residual import Residual, take_off
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 15
+ABI = 16
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -270,8 +270,8 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, *[_POINTER] * 3),
     "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 4, *_STATE, _POINTER, _POINTER),
     "sample": (_LONG, _LONG, *[_POINTER] * 3, *_SPANS, _POINTER, _POINTER, _FLOAT, *_KEY, _LONG, *_PAYLOAD),
-    "vote": (_LONG, _INT, *_PAYLOAD, _POINTER, _INT, *_KEY, _LONG, _INT, _POINTER, _POINTER),
-    "apply_votes": (_LONG, _LONG, *_SPANS, _POINTER, _INT, _POINTER, _INT, _FLOAT, _POINTER, _POINTER),
+    "vote": (_LONG, _INT, *_PAYLOAD, _POINTER, *_KEY, _LONG, _POINTER, _POINTER),
+    "apply_votes": (_LONG, _LONG, *_SPANS, _POINTER, _POINTER, _POINTER, _POINTER),
     "mark_live": (_LONG, _LONG, *[_POINTER] * 3),
 }
 
@@ -280,7 +280,6 @@ _SpanArguments = tuple[int, int | None, int | None, int | None, bytes | None]
 _NO_PAYLOAD: _Payload = (None, 0, 1)
 _NO_STATE = (None, 0)
 _NO_SPANS: _SpanArguments = (0, None, None, None, None)
-_VOTES = {"random": 0, "majority": 1, "mean": 2, "feedback": 3}
 
 
 def load(path: Path) -> ctypes.CDLL:
@@ -748,26 +747,19 @@ class CpuKernels(ReferenceKernels):
         self,
         received: Packed,
         lengths: Tensor,
-        mode: str,
         key: DrawKey,
         first_block: int,
         out: Tensor,
         carry: Tensor | None = None,
     ) -> None:
-        """Combines the workers' signs of one chunk: drawn, by majority, counted, or with what was left over."""
+        """Combines the workers' signs of one chunk: drawn, or with what was left over."""
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
-        planes = out.shape[1]
-        if mode not in _VOTES:
-            raise ValueError(f"mode={mode!r} is unknown; choose one of {', '.join(map(repr, _VOTES))}")
-        if planes != 1 and mode != "mean":
-            raise ValueError(f"out must have one plane for mode={mode!r}, got {planes}")
-        check_carry(mode, carry)
         check_rows(received)
         self._call(
             "vote",
             *(size, rows, *_payload(received, "received", rows * blocks, size, scales=False)),
-            *(_address(lengths, "lengths", blocks, torch.int32), _VOTES[mode], *key, first_block, planes),
-            _address(out, "out", blocks * planes * size // 32, torch.int32),
+            *(_address(lengths, "lengths", blocks, torch.int32), *key, first_block),
+            _address(out, "out", blocks * size // 32, torch.int32),
             0 if carry is None else _address(carry, "carry", blocks * size),
         )
 
@@ -777,19 +769,17 @@ class CpuKernels(ReferenceKernels):
         spans: Spans,
         words: Tensor,
         live: Tensor,
-        mean_of: int | None,
         decay: Tensor,
         lr: Tensor,
     ) -> None:
         """``x = x*decay + lr*ubar`` on live coordinates, ``x = x*decay`` elsewhere."""
-        size, blocks, planes = bucket.block_size, bucket.blocks, words.shape[1]
+        size, blocks = bucket.block_size, bucket.blocks
         table = _SpanTable.of(self._layout(bucket), spans, "spans", _FLOAT32)
         self._call(
             "apply_votes",
             *(size, blocks, *table.arguments),
-            *(_address(words, "words", blocks * planes * size // 32, torch.int32), planes),
+            _address(words, "words", blocks * size // 32, torch.int32),
             _address(live, "live", blocks * size // 32, torch.int32),
-            *((0, 1.0) if mean_of is None else (mean_of, 1.0 / mean_of)),
             *(_address(decay, "decay", blocks), _address(lr, "lr", blocks)),
         )
         table.written(spans)

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, Spans, kept
-from lightning_onebit.kernels.common import CheckMap, check_carry, check_rows, increment_versions, is_dense
+from lightning_onebit.kernels.common import CheckMap, check_rows, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.cpu import cache_directory
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
@@ -52,7 +52,6 @@ _STATS_THREADS = 256
 _PIECE = 1 << 16  # elements of a gradient that one thread block looks at
 _TABLES_KEPT = 8
 _MAX_ROWS = 65535  # counts of votes have 16 bits
-_VOTE_MODES = {"random": 0, "majority": 1, "mean": 2, "feedback": 3}
 
 _raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
@@ -789,24 +788,21 @@ class CudaKernels(ReferenceKernels):
         self,
         received: Packed,
         lengths: Tensor,
-        mode: str,
         key: DrawKey,
         first_block: int,
         out: Tensor,
         carry: Tensor | None = None,
     ) -> None:
         """Combines the workers' signs of one chunk."""
-        check_carry(mode, carry)
         check_rows(received)
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
         if rows > _MAX_ROWS:
             raise ValueError(f"received has {rows} rows; votes of at most {_MAX_ROWS} ranks can be counted")
-        planes = out.shape[1]
         address, stride, _ = self._payload(received, "received", rows * blocks, size, has_scales=False)
-        target = self._address(out, "out", blocks * planes * (size // BITS_PER_WORD), torch.int32)
+        target = self._address(out, "out", blocks * (size // BITS_PER_WORD), torch.int32)
         arguments = (
             *(rows, address, stride, self._address(lengths, "lengths", blocks, torch.int32)),
-            *(_VOTE_MODES[mode], *key, first_block, target, planes, np.float32(1.0 / rows)),
+            *(*key, first_block, target, np.float32(1.0 / rows)),
             0 if carry is None else self._address(carry, "carry", blocks * size),
         )
         self._launch("vote", out.device, size, blocks, arguments)
@@ -817,17 +813,15 @@ class CudaKernels(ReferenceKernels):
         spans: Spans,
         words: Tensor,
         live: Tensor,
-        mean_of: int | None,
         decay: Tensor,
         lr: Tensor,
     ) -> None:
         """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` elsewhere."""
-        lanes, planes = bucket.block_size // BITS_PER_WORD, words.shape[1]
-        votes = self._address(words, "words", bucket.blocks * planes * lanes, torch.int32)
+        lanes = bucket.block_size // BITS_PER_WORD
+        votes = self._address(words, "words", bucket.blocks * lanes, torch.int32)
         bitmap = self._address(live, "live", bucket.blocks * lanes, torch.int32)
-        share = np.float32(1.0 / mean_of if mean_of else 0.0)
         factors = (self._address(decay, "decay", bucket.blocks), self._address(lr, "lr", bucket.blocks))
-        self._apply("apply_votes", bucket, spans, words.device, (votes, planes, bitmap, mean_of or 0, share, *factors))
+        self._apply("apply_votes", bucket, spans, words.device, (votes, bitmap, *factors))
 
     def mark_live(self, bucket: BlockMap, lo: int, hi: int, a: Tensor, words: Tensor) -> None:
         """Bitmap of coordinates with ``a > 0``."""

@@ -1203,23 +1203,20 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
   }
 }
 
-enum VoteMode { kRandom = 0, kMajority = 1, kMean = 2, kFeedback = 3 };
-
 struct VoteArguments {
   i64 rows, stride;
   const u32* words;
-  int mode, length;
+  int length;
   u32 seed;
   i64 key1, key2;
   u32* out;
-  i64 planes;
   float share;
-  float* carried;  // of the block
+  float* carried;  // of the block, or null
 };
 
 // Counts of negatives live in bit planes: plane p of `count` holds bit p of the counts of a word's 32 elements. C planes hold up to
 // 2^C - 1 rows.
-// kFeedback: z = (n - 2c)*share + carried ; bit: not z >= 0 ; carried = z - sign
+// carried: z = (n - 2c)*share + carried ; bit: not z >= 0 ; carried = z - sign. Otherwise bit: not n - 2c > n*U
 template <int C> DEVICE void vote(const VoteArguments& x, const Here& h) {
   const int rows = static_cast<int>(x.rows);
   const i64 row_step = x.stride / 4;
@@ -1246,20 +1243,13 @@ template <int C> DEVICE void vote(const VoteArguments& x, const Here& h) {
     u32 valid = 0;
 #pragma unroll
     for (int k = 0; k < kPlanes; ++k) valid |= static_cast<u32>(k * h.lanes + lane < x.length) << k;
-    u32* to = x.out + lane;
-    if (x.mode == kMean) {
-#pragma unroll
-      for (int p = 0; p < C; ++p)
-        if (p < x.planes) to[static_cast<i64>(p) * h.lanes] = count[p] & valid;
-      continue;
-    }
     u32 result = 0;
     const int part = 8;
 #pragma unroll
     for (int first = 0; first < kPlanes; first += part) {
       float carried[part];
       float* at = x.carried + lane + static_cast<i64>(first) * h.lanes;
-      if (x.mode == kFeedback) {
+      if (x.carried != nullptr) {
 #pragma unroll
         for (int q = 0; q < part; ++q) carried[q] = at[q * h.lanes];
       }
@@ -1271,37 +1261,34 @@ template <int C> DEVICE void vote(const VoteArguments& x, const Here& h) {
         for (int p = 0; p < C; ++p) negatives |= static_cast<int>((count[p] >> k) & 1u) << p;
         const int balance = rows - 2 * negatives;
         bool negative;
-        if (x.mode == kFeedback) {
+        if (x.carried != nullptr) {
           const float z = add(mul(static_cast<float>(balance), x.share), carried[q]);
           negative = !(z >= 0.0f);
           at[q * h.lanes] = add(z, negative ? 1.0f : -1.0f);
         } else {
           const u32 draw = draw_of(x.seed, k * h.lanes + lane, x.key1, x.key2);
-          negative = x.mode == kRandom ? !(static_cast<float>(balance) > mul(static_cast<float>(rows), uniform(draw)))
-                                       : balance < 0 || (balance == 0 && draw >= kSign);
+          negative = !(static_cast<float>(balance) > mul(static_cast<float>(rows), uniform(draw)));
         }
         result |= static_cast<u32>(negative) << k;
       }
     }
-    *to = result & valid;
+    x.out[lane] = result & valid;
   }
 }
 
-KERNEL_128 onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, i64 mode, i64 key0,
-                       i64 key1, i64 key2, i64 first_block, u32* out, i64 planes, float share, float* carried) {
+KERNEL_128 onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, i64 key0,
+                       i64 key1, i64 key2, i64 first_block, u32* out, float share, float* carried) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
   VoteArguments x;
   x.rows = rows;
   x.stride = stride;
   x.words = reinterpret_cast<const u32*>(raw) + static_cast<i64>(h.block) * h.lanes;
-  x.mode = static_cast<int>(mode);
   x.length = lengths[h.block];
   x.seed = hash_of_block(first_block + h.block, key0);
   x.key1 = key1;
   x.key2 = key2;
-  x.out = out + h.block * planes * h.lanes;
-  x.planes = planes;
+  x.out = out + static_cast<i64>(h.block) * h.lanes;
   x.share = share;
   x.carried = carried != nullptr ? carried + h.block * block_size : nullptr;
   if (rows < 16)
@@ -1312,10 +1299,9 @@ KERNEL_128 onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stri
     vote<16>(x, h);  // up to 65,535 rows
 }
 
-// x = x*decay + lr*ubar where alive, else x*decay + 0 ; mean_of 0: ubar = +-1 by the bits, else (n - 2c) * share
+// x = x*decay + lr*ubar where alive, else x*decay + 0 ; ubar = +-1 by the bits
 KERNEL onebit_apply_votes(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
-                          const u32* words, i64 planes, const u32* live, i64 mean_of, float share, const float* decay,
-                          const float* lr) {
+                          const u32* words, const u32* live, const float* decay, const float* lr) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
   const Run run = run_of_block(block_span, spans, h.block, block_size);
@@ -1324,29 +1310,20 @@ KERNEL onebit_apply_votes(i64 block_size, i64 blocks, const int* lengths, const 
   const float keep = decay[run.first_block], rate = lr[h.block];
   float* x = reinterpret_cast<float*>(run.data);
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    const u32* from = words + h.block * planes * h.lanes + lane;
+    const u32 negative = words[static_cast<i64>(h.block) * h.lanes + lane];
     const u32 alive = live[static_cast<i64>(h.block) * h.lanes + lane];
-    const u32 first = *from;
     const int part = 8;
     for (int k = 0; k < kPlanes; k += part) {
-      int count[part];
       float v[part];
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
         v[q] = i < length ? x[i] : 0.0f;
-        count[q] = static_cast<int>((first >> (k + q)) & 1u);
-      }
-      for (int p = 1; p < static_cast<int>(planes); ++p) {
-        const u32 more = from[static_cast<i64>(p) * h.lanes];
-#pragma unroll
-        for (int q = 0; q < part; ++q) count[q] |= static_cast<int>((more >> (k + q)) & 1u) << p;
       }
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
-        float ubar = count[q] ? -1.0f : 1.0f;
-        if (mean_of) ubar = mul(static_cast<float>(static_cast<int>(mean_of) - 2 * count[q]), share);
+        const float ubar = (negative >> (k + q)) & 1u ? -1.0f : 1.0f;
         const float delta = (alive >> (k + q)) & 1u ? mul(rate, ubar) : 0.0f;
         if (i < length) x[i] = add(mul(v[q], keep), delta);
       }

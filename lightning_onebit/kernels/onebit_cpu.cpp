@@ -47,7 +47,7 @@
 
 namespace {
 
-constexpr int kAbi = 15;
+constexpr int kAbi = 16;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -1047,17 +1047,15 @@ struct Sample {
   }
 };
 
-enum Mode : int { kRandom = 0, kMajority = 1, kMean = 2, kFeedback = 3 };
-
-// kFeedback: z = (n - 2c)*share + carry ; negative where not z >= 0 ; carry = z - sign
+// carry: z = (n - 2c)*share + carry ; negative where not z >= 0 ; carry = z - sign. Otherwise negative where not n - 2c > n*U
 struct Vote {
   int64_t lanes;
-  int rows, mode, planes;
+  int rows;
   const uint32_t* const* received;
   uint32_t per_block;
   const Key& key;
   uint32_t* out;
-  float* carry;  // of the block; of kFeedback alone
+  float* carry;  // of the block, or null
 
   template <int N, int R> INLINE void run(int64_t lane) const {
     for (int v = 0; v < R; ++v) one<N>(lane + v * N);
@@ -1068,19 +1066,11 @@ struct Vote {
     return count;
   }
   template <int N> INLINE void one(int64_t lane) const {
-    if (mode == kMean) {
-      for (int p = 0; p < planes; ++p) {
-        U<N> word{};
-        for (int plane = 0; plane < kPlanes; ++plane) word = (word >> 1) | ((negatives<N>(lane, plane) >> p) << 31);
-        store<N>(out + p * lanes + lane, word);
-      }
-      return;
-    }
     U<N> word{};
     const float share = 1.0f / static_cast<float>(rows);
     for (int plane = 0; plane < kPlanes; ++plane) {
       const I<N> balance = bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(rows) - 2u * negatives<N>(lane, plane)));
-      if (mode == kFeedback) {
+      if (carry != nullptr) {
         float* const at = carry + plane * lanes + lane;
         ask<512, true>(at);
         const F<N> z = to_floats<N>(balance) * share + load<N>(at);
@@ -1090,12 +1080,7 @@ struct Vote {
         continue;
       }
       const U<N> h = draws<N>(per_block, key, plane * lanes + lane);
-      U<N> negative;
-      if (mode == kRandom) {
-        negative = ~mask<N>(to_floats<N>(balance) > static_cast<float>(rows) * uniform<N>(h));
-      } else {
-        negative = mask<N>(balance < I<N>{}) | (mask<N>(balance == I<N>{}) & h);  // a tie: the top bit of the draw
-      }
+      const U<N> negative = ~mask<N>(to_floats<N>(balance) > static_cast<float>(rows) * uniform<N>(h));
       word = (word >> 1) | (negative & kSign);
     }
     store<N>(out + lane, word);
@@ -1106,8 +1091,6 @@ struct Vote {
 struct ApplyVotes {
   int64_t lanes;
   float decay, lr;
-  int planes, mean_of;  // 0: ubar is +-1
-  float share;
   const uint32_t *words, *live;
   float* x;
 
@@ -1119,14 +1102,7 @@ struct ApplyVotes {
     const float keep = decay;
     float* const to = x;
     for (int plane = 0; plane < kPlanes; ++plane) {
-      F<N> ubar;
-      if (mean_of == 0) {
-        ubar = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | (load<N>(words + lane) >> plane) << 31));
-      } else {
-        U<N> count{};
-        for (int p = 0; p < planes; ++p) count = count + (((load<N>(words + p * lanes + lane) >> plane) & 1u) << p);
-        ubar = to_floats<N>(bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(mean_of) - 2u * count))) * share;
-      }
+      const F<N> ubar = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | (load<N>(words + lane) >> plane) << 31));
       const U<N> takes_part = U<N>{} - ((alive >> plane) & 1u);
       const F<N> delta = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(static_cast<F<N>>(lr * ubar)) & takes_part));
       float* const at = to + plane * lanes + lane;
@@ -1502,8 +1478,8 @@ EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const
 
 // out: `planes` words of each lane for each block
 EXPORT void onebit_vote(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
-                        const int32_t* lengths, int mode, uint32_t k0, uint32_t k1, uint32_t k2, int64_t first_block,
-                        int planes, uint32_t* out, float* carry) {
+                        const int32_t* lengths, uint32_t k0, uint32_t k1, uint32_t k2, int64_t first_block,
+                        uint32_t* out, float* carry) {
   const Payload received{in_raw, in_stride, per_row, false};
   const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
@@ -1511,19 +1487,17 @@ EXPORT void onebit_vote(int threads, int64_t block_size, int rows, uint8_t* in_r
     std::vector<const uint32_t*> words(rows);
     for (int64_t block = first; block < last; ++block) {
       for (int row = 0; row < rows; ++row) words[row] = block_of(received, row * per_row + block, lanes).words;
-      uint32_t* const to = out + block * planes * lanes;
-      for_each_tile(lanes, Vote{lanes, rows, mode, planes, words.data(), key.of_block(first_block + block), key, to,
+      uint32_t* const to = out + block * lanes;
+      for_each_tile(lanes, Vote{lanes, rows, words.data(), key.of_block(first_block + block), key, to,
                                 carry != nullptr ? carry + block * block_size : nullptr});
-      for (int p = 0; p < planes; ++p) clear_padding(to + p * lanes, lengths[block], lanes);
+      clear_padding(to, lengths[block], lanes);
     }
   });
 }
 
-// mean_of: 0, or how many voted where the words are planes of counts
 EXPORT void onebit_apply_votes(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
                                const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
-                               const uint32_t* words, int planes, const uint32_t* live, int mean_of, float share,
-                               const float* decay, const float* lr) {
+                               const uint32_t* words, const uint32_t* live, const float* decay, const float* lr) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const int64_t lanes = block_size / kPlanes;
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
@@ -1532,8 +1506,8 @@ EXPORT void onebit_apply_votes(int threads, int64_t block_size, int64_t blocks, 
     for (int64_t block = first; block < last; ++block) {
       const Run run = cursor.at(block);
       if (run.data == nullptr) continue;
-      update_run(run, block_size, staged, ApplyVotes{lanes, decay[run.first_block], lr[block], planes, mean_of, share,
-                                                     words + block * planes * lanes, live + block * lanes, nullptr});
+      update_run(run, block_size, staged, ApplyVotes{lanes, decay[run.first_block], lr[block],
+                                                     words + block * lanes, live + block * lanes, nullptr});
     }
   });
 }

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.kernels import counter_rng
-from lightning_onebit.kernels.common import check_carry, check_rows
+from lightning_onebit.kernels.common import check_rows
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.residual import Residual, settled
 
@@ -498,7 +498,6 @@ class ReferenceKernels:
         self,
         received: Packed,
         lengths: Tensor,
-        mode: str,
         key: counter_rng.DrawKey,
         first_block: int,
         out: Tensor,
@@ -506,42 +505,33 @@ class ReferenceKernels:
     ) -> None:
         """Server side: combines the workers' signs of one chunk.
 
+        With c negatives of n and a carry: the sign of ``z = (n - 2c)*(1/n) + carry`` (+1 at 0), and ``carry = z - sign``. Without:
+        negative where not ``n - 2c > n*U``.
+
         Args:
             received: one row of bits per worker.
             lengths: int32 ``(blocks_per_row,)``.
-            mode: ``"random"``: negative where not ``n - 2c > n*U`` (c negatives of n); ``"majority"``: the sign of
-                ``n - 2c``, ties by the hash's top bit; ``"mean"``: bit planes of c; ``"feedback"``: the sign of
-                ``z = (n - 2c)*(1/n) + carry`` (+1 at 0), and ``carry = z - sign``.
-            key: from ``counter_rng.draw_key``.
+            key: from ``counter_rng.draw_key``; draws are made without a carry alone.
             first_block: global number of the chunk's first block.
-            out: int32 ``(blocks_per_row, planes, words)``; one plane except for ``"mean"``, least significant first.
-            carry: fp32 flat of the chunk, padding included, updated in place; for ``"feedback"`` and no other mode.
+            out: int32 ``(blocks_per_row, words)``.
+            carry: fp32 flat of the chunk, padding included, updated in place.
 
         Raises:
-            ValueError: there is no row, or a carry that the mode does not take (or lacks).
+            ValueError: there is no row.
         """
-        check_carry(mode, carry)
         check_rows(received)
         bs, n = received.block_size, received.rows
         count = unpack_bits(received.words).to(torch.int32).sum(dim=0, dtype=torch.int32)
         valid = valid_mask(lengths, bs)
-        if mode == "mean":
-            for plane in range(out.shape[1]):
-                pack_bits(((count >> plane) & 1).bool() & valid, out[:, plane])
-            return
         balance = n - 2 * count
         if carry is not None:
             z = balance.to(torch.float32) * (1.0 / n) + carry.view(count.shape)
             negative = ~(z >= 0)
             carry.view(count.shape).copy_(torch.where(negative, z + 1.0, z - 1.0))
-            pack_bits(negative & valid, out[:, 0])
-            return
-        h = counter_rng.draw_hash(key, first_block, received.blocks_per_row, bs, out.device)
-        if mode == "random":
-            negative = ~(balance.to(torch.float32) > float(n) * counter_rng.uniform(h))
         else:
-            negative = (balance < 0) | ((balance == 0) & (h >= 1 << 31))
-        pack_bits(negative & valid, out[:, 0])
+            h = counter_rng.draw_hash(key, first_block, received.blocks_per_row, bs, out.device)
+            negative = ~(balance.to(torch.float32) > float(n) * counter_rng.uniform(h))
+        pack_bits(negative & valid, out)
 
     def apply_votes(
         self,
@@ -549,31 +539,22 @@ class ReferenceKernels:
         spans: Spans,
         words: Tensor,
         live: Tensor,
-        mean_of: int | None,
         decay: Tensor,
         lr: Tensor,
     ) -> None:
-        """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` elsewhere.
+        """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` elsewhere; ``ubar = +-1`` by the bits.
 
         Args:
             bucket: the block map (whole bucket).
             spans: fp32 weights, updated in place; None spans are left alone.
-            words: int32 ``(blocks, planes, words)`` of ``vote``.
+            words: int32 ``(blocks, words)`` of ``vote``.
             live: int32 ``(blocks, words)`` bitmap of coordinates that have had a gradient on some rank.
-            mean_of: None: ``ubar = +-1`` by the bits; n: planes of counts c, ``ubar = (n - 2c) * fp32(1/n)``.
             decay: fp32 ``(blocks,)``.
             lr: fp32 ``(blocks,)``.
         """
         bs = bucket.block_size
         alive = unpack_bits(live)
-        if mean_of is None:
-            ubar = torch.where(unpack_bits(words[:, 0]), -1.0, 1.0).to(torch.float32)
-        else:
-            count = torch.zeros((bucket.blocks, bs), dtype=torch.int32, device=words.device)
-            for plane in range(words.shape[1]):
-                count += unpack_bits(words[:, plane]).to(torch.int32) << plane
-            share = torch.tensor(1.0 / mean_of, dtype=torch.float32, device=words.device)
-            ubar = (mean_of - 2 * count).to(torch.float32) * share
+        ubar = torch.where(unpack_bits(words), -1.0, 1.0).to(torch.float32)
         delta = torch.where(alive, lr[:, None] * ubar, torch.zeros_like(ubar))
         for span, x in zip(bucket.spans, spans, strict=True):
             if x is not None:

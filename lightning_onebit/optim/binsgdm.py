@@ -59,8 +59,7 @@ class BinSGDM(OnebitOptimizer):
         weight_decay: decoupled weight decay.
         server: ``"feedback"`` sends the sign of the mean and keeps what it leaves out for the next step (``4/n`` bytes per
             element), so that signs add up to the means with an error below 2; ``"random"`` binarises the mean at
-            random (the paper); ``"mean"`` sends vote counts back (for ``ceil(log2(n+1))`` bits per element on the way back);
-            ``"majority"`` takes the majority (deterministic, biased).
+            random (the paper).
         denominator_floor: ``phi``, in ``[0, 1]``. Without it a coordinate that had a gradient once goes on at full speed until its
             ``a`` underflows, since m and a decay alike.
         draws: ``"stratified"``: draws of successive steps spread evenly, so that what a coordinate is moved by in several
@@ -128,7 +127,7 @@ class BinSGDM(OnebitOptimizer):
         self._merging = False
         # the bitmap was laid out anew (a parameter joined): unite it at the next step
         self._merge_due = False
-        # by bucket: the bits of the running step, int32 (blocks, planes, words)
+        # by bucket: the bits of the running step, int32 (blocks, words)
         self._drawn: dict[int, Tensor] = {}
         super().__init__(
             params,
@@ -211,7 +210,6 @@ class BinSGDM(OnebitOptimizer):
             finally:
                 self._merging = False
             self._cold = self._never_live()
-        mean_of = self._ranks().nodes if self.settings["server"] == "mean" else None
         for index, words in self._drawn.items():
             bucket = self._buckets()[index]
             self._kernels.apply_votes(
@@ -219,7 +217,6 @@ class BinSGDM(OnebitOptimizer):
                 self._bind_weights(bucket),
                 words,
                 self._live[index],
-                mean_of,
                 self._by_block("decay", bucket, self._decay),
                 self._by_block("lr", bucket, lambda i: -self._group(i)["lr"]),
             )
@@ -300,11 +297,10 @@ class BinSGDM(OnebitOptimizer):
             for row in range(1, rows.rows):
                 united |= rows.words[row]
             return united.view(torch.uint8).view(-1)
-        out = torch.empty((count, self._planes(), bucket.block_size // 32), dtype=torch.int32, device=self._device)
+        out = torch.empty((count, bucket.block_size // 32), dtype=torch.int32, device=self._device)
         self._kernels.vote(
             rows,
             bucket.lengths[first:last],
-            self.settings["server"],
             # drawn by the chunk's owner alone, so the rank is part of neither key nor result
             self._key(0, SERVER_STREAM),
             bucket.first_block + first,
@@ -319,16 +315,15 @@ class BinSGDM(OnebitOptimizer):
         )
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
-        """uint8 ``(size, reply bytes)``: ``block_size/8`` bytes per block and plane."""
-        planes = 1 if self._merging else self._planes()
-        width = bucket.blocks // self._ranks().size * planes * bucket.block_size // 8
+        """uint8 ``(size, reply bytes)``: ``block_size/8`` bytes per block."""
+        width = bucket.blocks // self._ranks().size * bucket.block_size // 8
         return torch.empty((self._ranks().size, width), dtype=torch.uint8, device=self._device)
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
         """Keeps the bits until all buckets are in, or takes the united bitmap."""
-        words = gathered.view(-1).view(torch.int32).view(bucket.blocks, -1, bucket.block_size // 32)
+        words = gathered.view(-1).view(torch.int32).view(bucket.blocks, bucket.block_size // 32)
         if self._merging:
-            self._live[bucket.index] |= words[:, 0]
+            self._live[bucket.index] |= words
             return
         self._drawn[bucket.index] = words
         if guard := self._protected.get(bucket.index):
@@ -421,10 +416,6 @@ class BinSGDM(OnebitOptimizer):
         ]
         for bucket, packed in zip(self._buckets(), self._live, strict=True):
             pack_bits(bucket.slice(flat).view(-1, bucket.block_size), packed)
-
-    def _planes(self) -> int:
-        """Bit planes of the reply."""
-        return self._ranks().nodes.bit_length() if self.settings["server"] == "mean" else 1
 
     def _words(self, bucket: Bucket, rows: int) -> Packed:
         count = bucket.blocks // self._ranks().size

@@ -273,27 +273,21 @@ def sample(w: World, gradient: str, phi: float = 1.0) -> Results:
     return [m, a, out.raw]
 
 
-def vote(w: World, mode: str, rows: int) -> Results:
+def vote(w: World, feedback: bool, rows: int) -> Results:
     received = w.payload(rows, w.blocks, fill=True, scales=False)
-    planes = rows.bit_length() if mode == "mean" else 1
-    out = w.put(torch.full((w.blocks, planes, w.size // 32), -1, dtype=torch.int32))
-    carry = w.put(w.host_flat().clamp(-1.0, 1.0)) if mode == "feedback" else None
-    w.kernels.vote(received, w.bucket.lengths, mode, draw_key(1, 2, 3, SERVER_STREAM), 5, out, carry)
+    out = w.put(torch.full((w.blocks, w.size // 32), -1, dtype=torch.int32))
+    carry = w.put(w.host_flat().clamp(-1.0, 1.0)) if feedback else None
+    w.kernels.vote(received, w.bucket.lengths, draw_key(1, 2, 3, SERVER_STREAM), 5, out, carry)
     return [out] if carry is None else [out, carry]
 
 
-def apply_votes(w: World, mean_of: int | None) -> Results:
-    planes = 1 if mean_of is None else mean_of.bit_length()
-    lanes = w.size // 32
-    counts = w.rng.integers(0, 2 if mean_of is None else mean_of + 1, (w.blocks, 1, lanes, 32))
-    bits = (counts >> np.arange(planes)[None, :, None, None]) & 1
-    words = (bits.astype(np.uint64) << np.arange(32, dtype=np.uint64)).sum(axis=3).astype(np.uint32).view(np.int32)
-    live = w.rng.integers(0, 2**32, (w.blocks, lanes), dtype=np.uint32).view(np.int32)
-    spans = w.spans(dtypes=DTYPES[:1])
-    w.kernels.apply_votes(
-        *(w.bucket, spans, w.put(torch.from_numpy(words)), w.put(torch.from_numpy(live)), mean_of),
-        *(w.per_param(0.9), w.per_param(0, 0.1)),
+def apply_votes(w: World) -> Results:
+    words, live = (
+        w.put(torch.from_numpy(w.rng.integers(0, 2**32, (w.blocks, w.size // 32), dtype=np.uint32).view(np.int32)))
+        for _ in range(2)
     )
+    spans = w.spans(dtypes=DTYPES[:1])
+    w.kernels.apply_votes(w.bucket, spans, words, live, w.per_param(0.9), w.per_param(0, 0.1))
     return _present(spans)
 
 
@@ -359,16 +353,11 @@ CASES: dict[str, Callable[[World], Results]] = {
     **{f"sample {g}": (lambda w, g=g: sample(w, g)) for g in ("flat", "spans", "odd")},
     "sample without a floor": lambda w: sample(w, "spans", 0.0),
     **{
-        f"vote {mode} {rows}": (lambda w, mode=mode, rows=rows: vote(w, mode, rows))
-        for mode in ("random", "majority", "mean", "feedback")
-        for rows in (1, 2, 5, 8, 17)
+        f"vote {mode} {rows}": (lambda w, mode=mode, rows=rows: vote(w, mode == "feedback", rows))
+        for mode in ("random", "feedback")
+        for rows in (1, 2, 5, 8, 17, 300)  # more than 8 bits of votes
     },
-    # more than 8 bits of votes
-    **{
-        f"vote {mode} 300": (lambda w, mode=mode: vote(w, mode, 300))
-        for mode in ("random", "majority", "mean", "feedback")
-    },
-    **{f"apply_votes {n}": (lambda w, n=n: apply_votes(w, n)) for n in (None, 1, 6)},
+    "apply_votes": apply_votes,
     "mark_live": mark_live,
 }
 

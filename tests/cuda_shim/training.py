@@ -27,8 +27,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     ),
     "binsgdm feedback": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, **k),
     "binsgdm random": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, server="random", **k),
-    "binsgdm mean": lambda p, **k: BinSGDM(p, lr=0.01, server="mean", **k),
-    "binsgdm majority": lambda p, **k: BinSGDM(p, lr=0.01, server="majority", **k),
 }
 
 #: name -> dtype of the parameters and options

@@ -38,7 +38,7 @@ class BinSGDM:
         wd: decoupled weight decay; acts on every coordinate, moved or not.
         phi: floor of the denominators relative to the root mean square of their block; 0 is the paper.
         block_size: elements of a block.
-        server: ``"feedback"``, ``"random"`` (the paper), ``"mean"`` (vote counts) or ``"majority"`` (a tie is drawn).
+        server: ``"feedback"`` or ``"random"`` (the paper).
         overflow: ``"keep"``: what the clip takes from m falls by ba instead of b; ``"drop"`` is the paper.
         ranks_per_node: hierarchical exchange: gradients are averaged within nodes, the workers are the nodes.
 
@@ -112,13 +112,9 @@ class BinSGDM:
         mean = np.mean(votes, axis=0)
         if self.server == "random":
             ubar = Q(mean, self.uniform(t, "server", l))  # ubar = Q((1/n) sum_i u_i), drawn once
-        elif self.server == "mean":
-            ubar = mean
-        elif self.server == "feedback":
+        else:
             z = mean + self.d[l]
             ubar = np.where(z >= 0, 1.0, -1.0)
             self.d[l] = z - ubar
-        else:
-            ubar = np.where(mean == 0, Q(mean, self.uniform(t, "server", l)), np.sign(mean))
         # x -= lr*wd*x + lr*ubar, and ubar counts only where some worker has ever had a gradient
         self.x[l] = self.x[l] - self.lr * self.wd * self.x[l] - self.lr * np.where(self.seen[l], ubar, 0.0)
