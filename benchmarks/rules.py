@@ -3,6 +3,7 @@
     python benchmarks/rules.py run --task T1            run what is missing, two runs at once
     python benchmarks/rules.py run --task T1 --only lamb --minutes 60
     python benchmarks/rules.py table                    the tables, and benchmarks/results/rules.json
+    python benchmarks/rules.py plot --task T1           training losses, benchmarks/results/rules.png
 
 A run is one line of ``benchmarks/results/rules_runs.jsonl``. A run that is there is not repeated, so an interrupted study goes on. The
 learning rates of AdamW, LAMB, the signs and BinSGDM are searched on T1short and T3, on a grid of factor 2, until the best one has a worse
@@ -46,6 +47,7 @@ from lightning_onebit.comm import SimulatedWorld  # noqa: E402
 
 RUNS = HERE / "results" / "rules_runs.jsonl"
 SUMMARY = HERE / "results" / "rules.json"
+PLOT = HERE / "results" / "rules.png"
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 #: of matrix products: bf16 where the processor multiplies it, for elsewhere it takes ten times as long as fp32
@@ -100,11 +102,11 @@ TASKS = {
     task.name: task
     for task in (
         Task("T1", 4, 8, 64, 1000, 200, 200, 4096, 128, 2, rates="T1short"),
-        Task("T1short", 4, 8, 64, 1000, 50, 50, 4096, 128, 2),
-        Task("T1late", 4, 8, 64, 1000, 50, 100, 4096, 128, 2, "T1short", "T1short"),
+        Task("T1short", 4, 8, 64, 1000, 50, 100, 4096, 128, 2),
+        Task("T1early", 4, 8, 64, 1000, 50, 50, 4096, 128, 2, "T1short", "T1short"),
         Task("T1half", 4, 8, 64, 1000, 50, 500, 4096, 128, 2, "T1short", "T1short"),
         Task("T2", 16, 2, 64, 1000, 200, 200, 4096, 128, 2, "T1", "T1short"),
-        Task("T2short", 16, 2, 64, 1000, 50, 50, 4096, 128, 2, "T1short", "T1short"),
+        Task("T2short", 16, 2, 64, 1000, 50, 100, 4096, 128, 2, "T1short", "T1short"),
         Task("T3", 4, 4, 128, 600, 60, 60, 256, 256, 4),
     )
 }
@@ -733,6 +735,36 @@ def table(runs: Sequence[Mapping[str, Any]]) -> None:
     SUMMARY.write_text(json.dumps({"tasks": {n: vars(t) for n, t in TASKS.items()}, "rows": rows}, indent=1) + "\n")
 
 
+def plot(runs: Sequence[Mapping[str, Any]], task: str) -> None:
+    """Training loss of the four algorithms beside their dense twins, each twin in a panel, at their learning rates; writes ``PLOT``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    panels: dict[str, list[str]] = {}
+    for name in ("onebit_adam", "zero_one_adam", "onebit_lamb", "binsgdm"):
+        panels.setdefault(RULES[name].twin, []).append(name)
+    figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), sharey=True)
+    for axis, (twin, names) in zip(axes, panels.items(), strict=True):
+        for name in (twin, *names):
+            lr, _ = best_lr(task, RULES[name], runs)
+            own = [r for r in runs if (r["task"], r["rule"], r["lr"]) == (task, name, lr) and "curve" in r]
+            if not own:
+                continue
+            curve = [statistics.fmean(values) for values in zip(*(run["curve"] for run in own), strict=True)]
+            steps = [(k + 0.5) * TASKS[task].steps / len(curve) for k in range(len(curve))]
+            label = f"{name}, {statistics.fmean(run['bytes'] for run in own):.2f} bytes"
+            axis.plot(steps, curve, "--" if name == twin else "-", label=label)
+        axis.set_xlabel("step")
+        axis.legend(fontsize=8, title="bytes sent per parameter and step", title_fontsize=8)
+    axes[0].set_ylabel("training loss")
+    figure.suptitle(f"{task}: {TASKS[task].workers} workers", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=120)
+    plt.close(figure)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -743,9 +775,14 @@ def main() -> None:
     run.add_argument("--minutes", type=float, help="begin no run after so long")
     run.add_argument("--jobs", type=int, default=2, help="runs at once")
     commands.add_parser("table", help="print the tables and write the summary")
+    drawn = commands.add_parser("plot", help="draw the training losses of a task (needs matplotlib)")
+    drawn.add_argument("--task", choices=TASKS, default="T1short")
     arguments = parser.parse_args()
     if arguments.command == "run":
         study(arguments.task, arguments.only, arguments.minutes, arguments.jobs)
+    elif arguments.command == "plot":
+        plot(read_runs(), arguments.task)
+        return
     table(read_runs())
 
 

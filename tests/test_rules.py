@@ -94,7 +94,7 @@ def test_a_rule_is_compared_in_pairs_of_a_seed_and_a_precision() -> None:
     runs.append(run(8e-3, 9.0, rules.SEEDS[2], "onebit_adam", precision="fp8"))  # no AdamW of that precision
     rows = {(row["task"], row["rule"]): row for row in rules.summary(runs)}
     # a dense run of T1short is one of T2short too, which shares its batches out among more workers
-    assert {task for task, rule in rows if rule == "adamw"} == {"T1short", "T1late", "T1half", "T2short"}
+    assert {task for task, rule in rows if rule == "adamw"} == {"T1short", "T1early", "T1half", "T2short"}
     assert {task for task, rule in rows if rule == "onebit_adam"} == {"T1short"}
     row = rows["T1short", "onebit_adam"]
     assert row["gap"] == pytest.approx((1.0, 0.0), abs=1e-9) and row["pairs"] == 2
