@@ -89,8 +89,6 @@ BAD: dict[str, tuple[Any, ...]] = {
     "step": COUNT,
     "fraction": (*NUMBER, 0.0, 1.0, -0.5),
     "mode": CHOICE,
-    "threshold": (*NUMBER, 0.0, 1.5),
-    "window": COUNT,
     "min_step": COUNT,
     "min_fraction": (*NUMBER, -0.5, 1.5),
     "max_step": COUNT,
@@ -112,8 +110,7 @@ BAD: dict[str, tuple[Any, ...]] = {
 }
 #: options that mean something beside another one only
 BESIDE: dict[tuple[str, str], dict[str, Any]] = {
-    ("VarianceFreeze", name): {"mode": "auto"}
-    for name in ("threshold", "window", "min_step", "min_fraction", "max_step", "max_fraction")
+    ("VarianceFreeze", name): {"mode": "auto"} for name in ("min_step", "min_fraction", "max_step", "max_fraction")
 }
 #: what Lightning's DDPStrategy takes and looks after
 LIGHTNINGS = {
@@ -282,8 +279,6 @@ MISUSE: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ["step 1", "freeze_step=9", "one or the other"],
     ),
     "thaw what is not frozen": (lambda: stepped().thaw(), RuntimeError, ["'warmup'", "only a frozen"]),
-    "variance before a step": (lambda: optimizer().variance_l1(), RuntimeError, ["no step has been taken"]),
-    "variance after the freeze": (lambda: frozen().variance_l1(), RuntimeError, ["frozen", "'compressed'"]),
     "two devices": (two_devices, ValueError, ["cpu", "meta", "own optimizer"]),
     "a parameter appended by hand": (appended, RuntimeError, ["2 now", "1 then", "add_param_group"]),
     "a parameter replaced by hand": (replaced, RuntimeError, ["param_groups", "new optimizer"]),

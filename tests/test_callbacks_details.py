@@ -44,13 +44,6 @@ def test_the_guard_thaws_for_as_long_as_the_slowest_group_needs(betas: Any, said
     assert phases[9:].index("compressed") == 10
 
 
-@pytest.mark.parametrize("betas", [(0.9, 0.5), (0.5, 0.9)])
-def test_the_automatic_rule_looks_back_as_far_as_the_slowest_group(betas: Any, said: Any) -> None:
-    callback = VarianceFreezeMixin(mode="auto")
-    FakeTrainer([two_groups(*betas)], 1000).start(callback)
-    assert callback._watches[0].rule.window == 10
-
-
 def test_a_second_fit_forgets_the_losses_of_the_first(said: Any) -> None:
     optimizer = onebit_adam()
     callbacks = [VarianceFreezeMixin(step=2), DivergenceGuardMixin(5)]

@@ -539,14 +539,12 @@ def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: 
         BinSGDM([torch.nn.Parameter(torch.ones(3))], **options)
 
 
-def test_it_has_no_warmup_no_variance_and_no_residual() -> None:
+def test_it_has_no_warmup_and_no_residual() -> None:
     p = torch.nn.Parameter(torch.ones(3))
     optimizer = BinSGDM([p])
     assert optimizer.phase is Phase.COMPRESSED and optimizer.residual_ratio() == 0.0
     with pytest.raises(RuntimeError, match="no warm-up"):
         optimizer.freeze()
-    with pytest.raises(RuntimeError, match="no second moments"):
-        optimizer.variance_l1()
     adamw = torch.optim.AdamW([p])
     p.grad = torch.ones(3)
     adamw.step()

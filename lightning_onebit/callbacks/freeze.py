@@ -25,12 +25,8 @@ from lightning_onebit.callbacks._common import (
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.comm import control_payload_bytes, exchange_collectives, peer_bytes, plan_buckets, ring_bytes
 
-DEFAULT_THRESHOLD = 0.96
+DEFAULT_MIN_FRACTION = 0.05
 DEFAULT_MAX_FRACTION = 0.2
-
-# The stability rule is looked at this many times per window: often enough to be late by 6 % of a window at most, rarely
-# enough that reading the variance (a full pass over its memory, twice per look) costs nothing that could be measured.
-LOOKS_PER_WINDOW = 16
 
 # Where a compressed step sends more than this share of a dense one, no schedule makes the run worth while.
 LITTLE_GAIN = 0.9
@@ -90,25 +86,28 @@ class LearningRateWatch:
     """Tells whether the learning rate is still in its warm-up.
 
     The warm-up is over once more steps have passed since the last rise of any group's learning rate than ever lay
-    between two rises (from the first step to the first rise counts too). A schedule that rises every step is recognised
-    as over after two steps without a rise, one that rises once per epoch after an epoch without, and one that never
-    rises was never in a warm-up.
+    between two rises (from the first step seen to the first rise counts too). A schedule that rises every step is
+    recognised as over after two steps without a rise, one that rises once per epoch after an epoch without, and one that
+    never rises was never in a warm-up.
 
     Attributes:
         learning_rates: one per param group, those of the last step seen.
         last_rise: step of the last rise, 0 if there was none.
         longest_gap: most steps between two rises.
+        first: first step seen, 0 before it.
     """
 
     learning_rates: list[float] = field(default_factory=list)
     last_rise: int = 0
     longest_gap: int = 0
+    first: int = 0
 
     def observe(self, step: int, learning_rates: Sequence[float]) -> None:
         """Notes the learning rates that step number ``step`` (counted from 1) was made with."""
+        self.first = self.first or step
         # A param group added since has no earlier value to have risen from: zip leaves it out.
         if any(new > old for new, old in zip(learning_rates, self.learning_rates, strict=False)):
-            self.longest_gap = max(self.longest_gap, step - max(self.last_rise, 1))
+            self.longest_gap = max(self.longest_gap, step - max(self.last_rise, self.first))
             self.last_rise = step
         self.learning_rates = list(learning_rates)
 
@@ -116,58 +115,22 @@ class LearningRateWatch:
         """Whether the warm-up is still going on after ``step``."""
         return self.last_rise > 0 and step - self.last_rise <= self.longest_gap
 
+    def over(self, step: int) -> bool:
+        """Whether it is known after ``step`` that no warm-up goes on. One step alone cannot tell."""
+        return 0 < self.first < step and not self.rising(step)
 
-@dataclass
-class StabilityRule:
-    """The automatic rule: the variance has settled when ``||v_{t-D}||_1 / ||v_t||_1 >= threshold``.
 
-    It is looked at on steps ``t`` from ``earliest`` to ``latest`` with ``(t - D) % stride == 0``; the norms that these
-    looks need are the only ones taken.
+@dataclass(frozen=True)
+class _Bounds:
+    """When the freeze may happen; a fixed step is both.
 
     Attributes:
-        window: ``D`` in steps.
-        threshold: smallest ratio that counts as settled.
-        earliest: first step after which the freeze may happen.
+        earliest: first step after which it may.
         latest: step after which it happens in any case.
-        norms: ``||v_t||_1`` by step, those that a later look needs.
-        ratio: the ratio found at the last look, None before the first.
     """
 
-    window: int
-    threshold: float
     earliest: int
     latest: int
-    norms: dict[int, float] = field(default_factory=dict)
-    ratio: float | None = None
-
-    @property
-    def stride(self) -> int:
-        """Steps between two looks."""
-        return max(1, self.window // LOOKS_PER_WINDOW)
-
-    def looks_at(self, step: int) -> bool:
-        """Whether the rule is evaluated after ``step``."""
-        in_bounds = self.earliest <= step <= self.latest
-        return in_bounds and step > self.window and (step - self.window) % self.stride == 0
-
-    def needs_norm(self, step: int) -> bool:
-        """Whether the norm after ``step`` is needed, for a look now or for one a window later."""
-        return self.looks_at(step) or self.looks_at(step + self.window)
-
-    def observe(self, step: int, norm: float) -> None:
-        """Takes ``||v_step||_1`` and evaluates the rule if this step is one of its looks."""
-        if self.looks_at(step):
-            before = self.norms.get(step - self.window)
-            # No norm from a window ago (the rule's window or bounds were changed on resuming): this look cannot be
-            # made.
-            self.ratio = before / norm if before is not None and norm > 0 else None
-        self.norms = {at: old for at, old in self.norms.items() if at > step - self.window}
-        self.norms[step] = norm
-
-    @property
-    def settled(self) -> bool:
-        """Whether the last look found the variance settled."""
-        return self.ratio is not None and math.isfinite(self.ratio) and self.ratio >= self.threshold
 
 
 @dataclass
@@ -175,7 +138,7 @@ class _Watch:
     """What the callback knows of one optimizer."""
 
     name: str
-    rule: StabilityRule
+    bounds: _Bounds
     planned: int | None
     offset: int
     steps: str
@@ -189,28 +152,29 @@ class _Watch:
     def start_over(self, optimizer: Any) -> None:
         """Watches an optimizer that has been given another state, of which nothing is known but its steps and its phase."""
         self.seen, self.began, self.expected = optimizer.steps, None, None
-        self.rule.norms, self.rule.ratio = {}, None
         self.learning_rate = LearningRateWatch()
         self.done = not _in_warmup(optimizer)
 
     def state(self) -> dict[str, Any]:
-        lr, rule = self.learning_rate, self.rule
+        lr = self.learning_rate
         return {
             "offset": self.offset,
             "seen": self.seen,
             "done": self.done,
-            "norms": dict(rule.norms),
             "learning_rates": list(lr.learning_rates),
             "last_rise": lr.last_rise,
             "longest_gap": lr.longest_gap,
+            "first": lr.first,
             "began": self.began,
         }
 
     def restore(self, state: dict[str, Any]) -> None:
         self.seen, self.done = state["seen"], state["done"]
         self.began = tuple(began) if (began := state.get("began")) else None
-        self.rule.norms = dict(state["norms"])
-        self.learning_rate = LearningRateWatch(list(state["learning_rates"]), state["last_rise"], state["longest_gap"])
+        rates = list(state["learning_rates"])
+        # States of older releases lack the first step: it is that of the run, unless the optimizer was given another state since.
+        first = state.get("first", 1 if rates else 0)
+        self.learning_rate = LearningRateWatch(rates, state["last_rise"], state["longest_gap"], first)
 
 
 @shown_as("VarianceFreeze")
@@ -225,30 +189,28 @@ class VarianceFreezeMixin:
       every epoch counts, and under manual optimization ``max_steps``, which counts the steps of all optimizers, is
       divided by their number. There planned are batches, and of an optimizer that does not step in every one of them the
       share is taken of the steps that it makes in as many, by what it has made so far.
-    * ``mode="auto"``: once the learning rate has stopped rising *and* the variance has settled,
-      ``||v_{t-D}||_1 / ||v_t||_1 >= threshold`` (1-bit Adam, arXiv 2102.02888), never before the minimum and at the
-      latest at the maximum. A falling variance counts as settled, as published. The rule is looked at 16 times per
-      window.
+    * ``mode="auto"``: after the first step, from the minimum on, after which the learning rate no longer rises, and at
+      the latest at the maximum. Gradients, and with them the variance, change their scale while the learning rate rises,
+      so a variance from before its end is that of another regime; after it, refreshes go on teaching the variance.
 
-    The learning rate has stopped rising once more steps have passed since its last rise than ever lay between two
-    rises; one that never rises has no warm-up. At the maximum the freeze happens even while it rises, and the
-    announcement says so.
+    The learning rate no longer rises once more steps have passed since its last rise than ever lay between two rises;
+    one that never rises has no warm-up, which takes two steps to see. At the maximum the freeze happens even while it
+    rises, and the announcement says so.
 
     Before training the callback says how much less the run will send than dense averaging, which is about
     ``1/(w + (1-w)/32)`` for fp32 gradients with ``w`` the share of dense steps and less for a small model, whose tensors do
     not fill their blocks; a model too small to gain is told so. When it switches it says so once per optimizer. With
-    several compressed optimizers each one is judged by its own steps and its own variance. All ranks switch at the same
-    step: fixed steps are counted, and the automatic rule is decided by rank 0 at each look.
+    several compressed optimizers each one is judged by its own steps and its own learning rate. All ranks switch at the
+    same step: fixed steps are counted, and between minimum and maximum rank 0 decides.
 
     Args:
         step: dense steps, at least 1.
         fraction: share of the planned steps, between 0 and 1.
         mode: ``"auto"`` or None.
-        threshold: for ``mode="auto"``: smallest ratio that counts as settled, between 0 and 1.
-        window: for ``mode="auto"``: ``D`` in steps; None takes ``1/(1 - beta2)`` (the largest beta2 of the optimizer's
-            groups).
-        min_step: for ``mode="auto"``: fewest dense steps.
-        min_fraction: for ``mode="auto"``: the same as a share of the planned steps; at most one of the two is given.
+        min_step: for ``mode="auto"``: fewest dense steps; given, it replaces ``min_fraction``.
+        min_fraction: for ``mode="auto"``: the same as a share of the planned steps, at least one step; None: one step. It
+            is for learning rates that rise briefly or not at all. The default is the maximum where that is less, and a
+            quarter of ``max_step`` where the number of planned steps is unknown.
         max_step: for ``mode="auto"``: most dense steps; given, it replaces ``max_fraction``.
         max_fraction: for ``mode="auto"``: the same as a share of the planned steps. A maximum is required: None needs
             ``max_step``.
@@ -275,10 +237,8 @@ class VarianceFreezeMixin:
         fraction: float | None = None,
         mode: Literal["auto"] | None = None,
         *,
-        threshold: float = DEFAULT_THRESHOLD,
-        window: int | None = None,
         min_step: int | None = None,
-        min_fraction: float | None = None,
+        min_fraction: float | None = DEFAULT_MIN_FRACTION,
         max_step: int | None = None,
         max_fraction: float | None = DEFAULT_MAX_FRACTION,
     ) -> None:
@@ -286,8 +246,6 @@ class VarianceFreezeMixin:
         self.step = step
         self.fraction = fraction
         self.mode = mode
-        self.threshold = threshold
-        self.window = window
         self.min_step = min_step
         self.min_fraction = min_fraction
         self.max_step = max_step
@@ -329,7 +287,7 @@ class VarianceFreezeMixin:
                     f"VarianceFreeze ends a dense warm-up, but {name} has none (it starts in phase "
                     f"{optimizer.phase.value!r}): remove VarianceFreeze.",
                 )
-            self._bounds(trainer, self._planned(trainer, 0), optimizer)
+            self._bounds(trainer, self._planned(trainer, 0))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Starts watching the optimizers; by now a checkpoint's optimizer state has been loaded."""
@@ -341,11 +299,11 @@ class VarianceFreezeMixin:
             # An optimizer that was made for a second fit() starts at 0 while the Trainer goes on counting.
             offset = restored["offset"] if restored else max(0, stepped_batches(trainer) - optimizer.steps)
             planned = self._planned(trainer, offset)
-            rule = self._bounds(trainer, planned, optimizer)
+            bounds = self._bounds(trainer, planned)
             # 0/1 Adam compresses most steps before its variance freezes too: what is dense follows its own policy.
             steps = "steps" if optimizer.local_steps else "dense steps"
             name = optimizer_name(index, len(optimizers), optimizer)
-            watch = _Watch(name, rule, planned, offset, steps, seen=optimizer.steps)
+            watch = _Watch(name, bounds, planned, offset, steps, seen=optimizer.steps)
             if restored:
                 watch.restore(restored)
             self._watches.append(watch)
@@ -358,7 +316,7 @@ class VarianceFreezeMixin:
             if _in_warmup(optimizer) and not watch.done:
                 rank_zero_info(self._forecast(trainer, watch, optimizer))
                 # A resumed run may be past the step that the callback asks for by now.
-                if optimizer.steps >= rule.latest:
+                if optimizer.steps >= bounds.latest:
                     self._freeze(trainer, watch, optimizer)
         self._restored = []
 
@@ -398,47 +356,43 @@ class VarianceFreezeMixin:
             return
         watch.seen = step
         watch.learning_rate.observe(step, [float(group["lr"]) for group in optimizer.param_groups])
-        latest = min(watch.rule.latest, self._share_of_steps(trainer, watch, optimizer))
-        if step >= latest or (self.mode == "auto" and self._settled(trainer, watch, optimizer)):
+        bounds = self._bounds_by_now(trainer, watch, optimizer)
+        if step >= bounds.latest or (step >= bounds.earliest and self._rank_0_says(trainer, watch, step)):
             self._freeze(trainer, watch, optimizer)
 
     def _after_load(self, trainer: Any, watch: _Watch, optimizer: Any) -> None:
         """The program has given the optimizer another state, or none: what comes next follows from its phase."""
-        in_fallback = watch.done and optimizer.steps >= watch.rule.latest and self._guarded(trainer)
+        in_fallback = watch.done and optimizer.steps >= watch.bounds.latest and self._guarded(trainer)
         watch.start_over(optimizer)
         watch.done = watch.done or in_fallback
 
-    def _share_of_steps(self, trainer: Any, watch: _Watch, optimizer: Any) -> float:
-        """The maximum in steps of an optimizer that does not step in every batch, if it is a share of the run; else infinite.
+    def _bounds_by_now(self, trainer: Any, watch: _Watch, optimizer: Any) -> _Bounds:
+        """The bounds, of which shares of the run are shares of the steps that the optimizer makes in it.
 
         Planned are batches. How many steps an optimizer makes in them under manual optimization (a GAN's generator in every fifth
         batch, or from some epoch on) is known by watching only.
         """
-        share = self.fraction if self.fraction is not None else self.max_fraction
-        bounded = self.step is not None or self.max_step is not None
-        if share is None or bounded or watch.planned is None or trainer.lightning_module.automatic_optimization:
-            return math.inf
+        if self.step is not None or watch.planned is None or trainer.lightning_module.automatic_optimization:
+            return watch.bounds
         batches = stepped_batches(trainer) + 1 - watch.offset  # this one has not been counted
         tried = optimizer.steps + optimizer.skipped_steps
         watch.began = watch.began or (batches, tried)
         since, made = batches - watch.began[0], tried - watch.began[1]
         if tried >= batches or since <= 0:
-            return math.inf
+            return watch.bounds
         watch.expected = optimizer.steps + round(max(0, watch.planned - batches) * made / since)
-        return max(1, self.min_step or 1, round(share * watch.expected))
+        now = self._in_run_of(trainer, watch.expected)
+        earliest = min(watch.bounds.earliest, now.earliest)
+        return _Bounds(earliest, max(earliest, min(watch.bounds.latest, now.latest)))
 
-    def _settled(self, trainer: Any, watch: _Watch, optimizer: Any) -> bool:
-        rule, step = watch.rule, optimizer.steps
-        if not rule.needs_norm(step):
-            return False
-        rule.observe(step, optimizer.variance_l1())
-        if not rule.looks_at(step):
-            return False
-        decision = rule.settled and not watch.learning_rate.rising(step)
-        # The variance is the same on all ranks but a sum over it need not be (other processors, another order), and one
-        # rank that freezes alone would wait for the others for ever: rank 0 decides. Looks are rare, so is this
-        # broadcast.
-        return bool(trainer.strategy.broadcast(decision))
+    @staticmethod
+    def _rank_0_says(trainer: Any, watch: _Watch, step: int) -> bool:
+        """Whether the learning rate's rise is over: one small broadcast.
+
+        A rank that freezes alone joins another collective than the others, which ends in a timeout at best. Where learning rates
+        differ, ranks that freeze together are told so by the next control round.
+        """
+        return bool(trainer.strategy.broadcast(watch.learning_rate.over(step)))
 
     def _freeze(self, trainer: Any, watch: _Watch, optimizer: Any) -> None:
         optimizer.freeze()
@@ -470,37 +424,28 @@ class VarianceFreezeMixin:
             return f"step={self.step}"
         if self.fraction is not None:
             return f"fraction={self.fraction:g}"
-        return f'mode="auto", threshold={self.threshold:g}'
+        return 'mode="auto"'
 
     def _reason(self, watch: _Watch, step: int) -> str:
-        rule = watch.rule
-        rising = watch.learning_rate.rising(step)
-        if watch.expected is not None and step < rule.latest and not (rule.settled and not rising):
-            return f"that is its share of about {watch.expected:,} steps, which it makes in {watch.planned:,} planned batches"
-        if self.mode != "auto":
-            of = f" of {watch.planned:,} planned" if watch.planned is not None else ""
-            note = ", though the learning rate still rises" if rising else ""
-            return f"{rule.latest:,} {watch.steps}{of} were asked for{note}"
-        ratio = f"||v_(t-{rule.window})||_1/||v_t||_1"
-        if rule.settled and not rising:
-            return f"the variance has settled, {ratio} = {rule.ratio:.3f}, and the learning rate does not rise"
-        if rule.settled:
-            why = "the learning rate still rises"
-        else:
-            why = f"{ratio} " + (
-                "was never looked at" if rule.ratio is None else f"= {rule.ratio:.3f} at the last look"
-            )
-        return f"the maximum of {rule.latest:,} {watch.steps} is reached ({why})"
+        latest, lr = watch.bounds.latest, watch.learning_rate
+        if self.mode == "auto" and lr.over(step):
+            return "the learning rate no longer rises" if lr.last_rise else "the learning rate does not rise"
+        note = ", though the learning rate still rises" if lr.rising(step) else ""
+        if watch.expected is not None and step < latest:
+            share = f"its share of about {watch.expected:,} steps, which it makes in {watch.planned:,} planned batches"
+            return f"that is {share}{note}"
+        if self.mode == "auto":
+            return f"the maximum of {latest:,} {watch.steps} is reached{note}"
+        of = f" of {watch.planned:,} planned" if watch.planned is not None else ""
+        return f"{latest:,} {watch.steps}{of} were asked for{note}"
 
     def _forecast(self, trainer: Any, watch: _Watch, optimizer: Any) -> str:
-        rule, planned = watch.rule, watch.planned
+        latest, planned = watch.bounds.latest, watch.planned
         at_most, at_least = ("at most ", "at least ") if self.mode == "auto" else ("", "")
-        text = f"VarianceFreeze({self._rule_text()}): {watch.name} makes {at_most}{rule.latest:,} {watch.steps}"
+        text = f"VarianceFreeze({self._rule_text()}): {watch.name} makes {at_most}{latest:,} {watch.steps}"
         if watch.steps == "steps":
             text, at_least = f"{text} with a learning variance", "at least "
         text += f" of {planned:,} planned" if planned is not None else ""
-        if self.mode == "auto" and rule.window >= rule.latest:
-            text += f" (the window of {rule.window:,} steps is not shorter, so this maximum will decide)"
         if trainer.world_size == 1:
             return f"{text}. One process exchanges nothing."
         dense, compressed, ddp = bytes_of_steps(optimizer, trainer.world_size)
@@ -511,10 +456,10 @@ class VarianceFreezeMixin:
             )
         if planned is None:
             return f"{text}. The longer the run, the less is sent: up to {ddp / compressed:.3g}x less than by dense averaging."
-        if rule.latest >= planned and watch.steps == "dense steps":
+        if latest >= planned and watch.steps == "dense steps":
             return f"{text}: no step will be compressed and nothing is saved. Freeze earlier or train longer."
-        w = min(1.0, rule.latest / planned)
-        if refreshes := optimizer.dense_steps_after_freeze(rule.latest, planned):
+        w = min(1.0, latest / planned)
+        if refreshes := optimizer.dense_steps_after_freeze(latest, planned):
             w += refreshes / planned
             text += f", and {refreshes:,} refreshes"
         between = " between nodes" if optimizer.topology.ranks_per_node > 1 else ""
@@ -551,10 +496,8 @@ class VarianceFreezeMixin:
     def _refuse_auto_options(self, chosen: str) -> None:
         # A configuration file passes every option, so a default value cannot be told from one that was not given.
         given: dict[str, tuple[Any, Any]] = {
-            "threshold": (self.threshold, DEFAULT_THRESHOLD),
-            "window": (self.window, None),
             "min_step": (self.min_step, None),
-            "min_fraction": (self.min_fraction, None),
+            "min_fraction": (self.min_fraction, DEFAULT_MIN_FRACTION),
             "max_step": (self.max_step, None),
             "max_fraction": (self.max_fraction, DEFAULT_MAX_FRACTION),
         }
@@ -566,14 +509,13 @@ class VarianceFreezeMixin:
                 )
 
     def _check_auto_options(self) -> None:
-        check_number("threshold", self.threshold, 0, 1, f"the published value is {DEFAULT_THRESHOLD}")
-        for name in ("window", "min_step", "max_step"):
+        for name in ("min_step", "max_step"):
             if getattr(self, name) is not None:
                 check_count(name, getattr(self, name))
         for name in ("min_fraction", "max_fraction"):
             if getattr(self, name) is not None:
                 check_number(name, getattr(self, name), 0, 1, "give a share of the planned steps")
-        if self.min_step is not None and self.min_fraction is not None:
+        if self.min_step is not None and self.min_fraction not in (None, DEFAULT_MIN_FRACTION):
             raise ValueError(
                 f"`min_step={self.min_step}` and `min_fraction={self.min_fraction}` are two minima: keep one of them."
             )
@@ -583,13 +525,13 @@ class VarianceFreezeMixin:
             )
         if self.max_step is None and self.max_fraction is None:
             raise ValueError(
-                '`max_step=None` and `max_fraction=None`: mode="auto" needs a maximum, or a run whose variance never '
-                "settles would never compress; give one of them."
+                '`max_step=None` and `max_fraction=None`: mode="auto" needs a maximum, or a run whose learning rate '
+                "never stops rising would never compress; give one of them."
             )
         if self.min_step is not None and self.max_step is not None and self.min_step > self.max_step:
             raise ValueError(f"`min_step={self.min_step}` exceeds `max_step={self.max_step}`: lower it.")
         shares = self.max_step is None and self.min_fraction is not None and self.max_fraction is not None
-        if shares and self.min_fraction > self.max_fraction:  # type: ignore[operator]
+        if shares and not self._default_minimum and self.min_fraction > self.max_fraction:  # type: ignore[operator]
             raise ValueError(
                 f"`min_fraction={self.min_fraction}` exceeds `max_fraction={self.max_fraction}`: lower it."
             )
@@ -602,24 +544,39 @@ class VarianceFreezeMixin:
             return None
         return max(1, int(estimate) - offset)
 
-    def _bounds(self, trainer: Any, planned: int | None, optimizer: Any) -> StabilityRule:
-        """The rule in steps; a fixed step is a rule whose earliest and latest step are the same."""
-        window = self.window or max(1, round(1 / (1 - max(group["betas"][1] for group in optimizer.param_groups))))
-        if self.mode != "auto":
-            at = self._in_steps(trainer, planned, self.step, self.fraction, "fraction", "step")
-            return StabilityRule(window, self.threshold, at, at)
-        earliest = 1
-        if self.min_step is not None or self.min_fraction is not None:
-            earliest = self._in_steps(trainer, planned, self.min_step, self.min_fraction, "min_fraction", "min_step")
-        latest = self._in_steps(trainer, planned, self.max_step, self.max_fraction, "max_fraction", "max_step")
-        if earliest > latest:
+    @property
+    def _default_minimum(self) -> bool:
+        """Whether the minimum is one that nobody has chosen, which gives way to a smaller maximum."""
+        return self.min_step is None and self.min_fraction == DEFAULT_MIN_FRACTION
+
+    def _bounds(self, trainer: Any, planned: int | None) -> _Bounds:
+        """The bounds in a run of so many steps (None: unknown).
+
+        Raises:
+            MisconfigurationException: the minimum exceeds the maximum, or a share is asked for of an unknown number.
+        """
+        bounds = self._in_run_of(trainer, planned)
+        if bounds.earliest > bounds.latest:
             raise misconfiguration(
                 trainer,
-                f"VarianceFreeze: the minimum of {earliest} dense steps (min_step={self.min_step}, min_fraction="
-                f"{self.min_fraction}) exceeds the maximum of {latest} (max_step={self.max_step}, max_fraction="
+                f"VarianceFreeze: the minimum of {bounds.earliest} dense steps (min_step={self.min_step}, min_fraction="
+                f"{self.min_fraction}) exceeds the maximum of {bounds.latest} (max_step={self.max_step}, max_fraction="
                 f"{self.max_fraction}): change one of them.",
             )
-        return StabilityRule(window, self.threshold, earliest, latest)
+        return bounds
+
+    def _in_run_of(self, trainer: Any, planned: int | None) -> _Bounds:
+        if self.mode != "auto":
+            at = self._in_steps(trainer, planned, self.step, self.fraction, "fraction", "step")
+            return _Bounds(at, at)
+        latest = self._in_steps(trainer, planned, self.max_step, self.max_fraction, "max_fraction", "max_step")
+        if self._default_minimum:
+            earliest = latest // 4 if planned is None else round(DEFAULT_MIN_FRACTION * planned)
+            return _Bounds(min(max(1, earliest), latest), latest)
+        if self.min_step is None and self.min_fraction is None:
+            return _Bounds(1, latest)
+        earliest = self._in_steps(trainer, planned, self.min_step, self.min_fraction, "min_fraction", "min_step")
+        return _Bounds(earliest, latest)
 
     def _in_steps(
         self, trainer: Any, planned: int | None, step: int | None, share: float | None, share_name: str, step_name: str

@@ -506,17 +506,6 @@ class OnebitOptimizer(StatefulOptimizer):
         self._averaged_elsewhere = False
         super().zero_grad(set_to_none)
 
-    def variance_l1(self) -> float:
-        """``||v||_1`` of the compressed groups (a full pass over memory), rounded to fp32 so that all ranks see the same number."""
-        v = self._flat.get("v")
-        if v is None:
-            raise RuntimeError(
-                f"variance_l1(): the second moments are frozen (phase {self._phase.value!r})"
-                if self._steps
-                else "variance_l1(): no step has been taken yet"
-            )
-        return float(v.sum(dtype=torch.float64).float())
-
     @torch.no_grad()
     def residual_ratio(self) -> float:
         """Norm of this rank's worker residual relative to the norm of the momentum; 0.0 before the first exchange (a pass over memory)."""

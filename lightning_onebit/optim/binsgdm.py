@@ -156,10 +156,6 @@ class BinSGDM(OnebitOptimizer):
         """Raises ``RuntimeError``: BinSGDM has no warm-up."""
         raise RuntimeError("BinSGDM.freeze(): BinSGDM has no warm-up to end; it compresses from the first step")
 
-    def variance_l1(self) -> float:
-        """Raises ``RuntimeError``: BinSGDM keeps no second moments."""
-        raise RuntimeError("BinSGDM.variance_l1(): BinSGDM keeps no second moments")
-
     def residual_ratio(self) -> float:
         """0.0: no worker keeps a residual."""
         return 0.0
