@@ -77,7 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     warnings.filterwarnings("ignore", ".*does not have many workers.*")  # the images are in memory
     pl.seed_everything(1, workers=True)
-    # Nothing says when the warm-up ends: the strategy adds the automatic freeze, after 5 to 20 % of the steps.
+    # Nothing says when the warm-up ends: the strategy adds the automatic freeze, after 10 to 20 % of the steps.
     callbacks: list[pl.Callback] = (
         [ob.callbacks.CompressionStats()] if chosen.strategy in ob.available_strategies() else []
     )

@@ -701,7 +701,7 @@ class OnebitMixin(_Base):
             return
         rank_zero_info(
             'Nothing says when the dense warm-up ends: added VarianceFreeze(mode="auto", max_fraction=0.2), which ends it when the '
-            "learning rate no longer rises, after 5 % of the planned steps at the earliest and 20 % at the latest. Add VarianceFreeze to "
+            "learning rate no longer rises, after 10 % of the planned steps at the earliest and 20 % at the latest. Add VarianceFreeze to "
             "the Trainer's callbacks, or give `freeze_step` (0/1 Adam: `var_freeze_step`), to choose."
         )
 

@@ -56,14 +56,14 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ({"step": 3, "min_step": 2}, ValueError, ["`min_step=2`", "step=3", "ignored"]),
         ({"step": 3, "min_fraction": None}, ValueError, ["`min_fraction=None`", "ignored"]),
         ({"fraction": 0.2, "min_step": 5}, ValueError, ["`min_step=5`", "ignored"]),
-        ({"fraction": 0.2, "min_fraction": 0.1}, ValueError, ["`min_fraction=0.1`", "ignored"]),
+        ({"fraction": 0.2, "min_fraction": 0.15}, ValueError, ["`min_fraction=0.15`", "ignored"]),
         ({"fraction": 0.2, "max_step": 5}, ValueError, ["`max_step=5`", "ignored"]),
         ({"fraction": 0.2, "max_fraction": 0.3}, ValueError, ["`max_fraction=0.3`", "ignored"]),
         ({"mode": "auto", "threshold": 0.96}, TypeError, ["threshold"]),
         ({"mode": "auto", "min_step": 0}, ValueError, ["`min_step`", "at least 1"]),
         ({"mode": "auto", "max_step": 1.5}, TypeError, ["`max_step`", "1.5"]),
         ({"mode": "auto", "max_fraction": 1.5}, ValueError, ["`max_fraction`", "1.5"]),
-        ({"mode": "auto", "min_step": 3, "min_fraction": 0.1}, ValueError, ["two minima"]),
+        ({"mode": "auto", "min_step": 3, "min_fraction": 0.15}, ValueError, ["two minima"]),
         ({"mode": "auto", "max_step": 3, "max_fraction": 0.1}, ValueError, ["two maxima"]),
         ({"mode": "auto", "max_fraction": None}, ValueError, ["needs a maximum", "never stops rising"]),
         ({"mode": "auto", "min_step": 9, "max_step": 3}, ValueError, ["`min_step=9`", "`max_step=3`"]),
@@ -80,7 +80,7 @@ def test_every_bad_option_is_refused_by_name(options: dict[str, Any], error: typ
 
 
 def test_a_configuration_file_may_pass_every_option_at_its_default() -> None:
-    rest = {"min_step": None, "min_fraction": 0.05, "max_step": None}
+    rest = {"min_step": None, "min_fraction": 0.1, "max_step": None}
     VarianceFreezeMixin(step=5, fraction=None, mode=None, max_fraction=0.2, **rest)
     VarianceFreezeMixin(step=None, fraction=None, mode="auto", max_fraction=0.2, **rest)
 
@@ -147,7 +147,7 @@ def test_each_of_several_optimizers_is_frozen_by_its_own_steps(said: list[str]) 
     [
         ({"fraction": 0.2}, False, 20, 4),
         ({"mode": "auto"}, True, 20, 4),
-        ({"mode": "auto"}, False, 5, 2),  # 5 % of 20 steps are one, and it takes two to see that nothing rises
+        ({"mode": "auto"}, False, 10, 2),
         ({"mode": "auto", "min_fraction": 0.15}, False, 15, 3),
         ({"mode": "auto", "min_step": 9}, True, 20, 9),
         ({"mode": "auto", "min_step": 9}, False, 9, 9),
@@ -276,7 +276,7 @@ def test_a_strategy_that_compresses_nothing_is_refused() -> None:
     [
         ({"fraction": 0.2}, "`fraction=0.2`", "`step=`"),
         ({"mode": "auto"}, "`max_fraction=0.2`", "`max_step=`"),
-        ({"mode": "auto", "min_fraction": 0.1, "max_step": 50}, "`min_fraction=0.1`", "`min_step=`"),
+        ({"mode": "auto", "min_fraction": 0.15, "max_step": 50}, "`min_fraction=0.15`", "`min_step=`"),
     ],
 )
 def test_a_share_of_an_unknown_number_of_steps_is_refused(
@@ -290,8 +290,8 @@ def test_a_share_of_an_unknown_number_of_steps_is_refused(
 def test_a_minimum_beyond_the_maximum_of_this_run_is_refused() -> None:
     with pytest.raises(ValueError, match=r"minimum of 30 dense steps .* exceeds the maximum of 20"):
         FakeTrainer([onebit_adam()], 100).start(VarianceFreezeMixin(mode="auto", min_step=30))
-    with pytest.raises(ValueError, match=r"minimum of 10 dense steps .* exceeds the maximum of 3"):
-        FakeTrainer([onebit_adam()], 100).start(VarianceFreezeMixin(mode="auto", min_fraction=0.1, max_step=3))
+    with pytest.raises(ValueError, match=r"minimum of 15 dense steps .* exceeds the maximum of 3"):
+        FakeTrainer([onebit_adam()], 100).start(VarianceFreezeMixin(mode="auto", min_fraction=0.15, max_step=3))
 
 
 # ----------------------------------------------------------------------------------------------------- what it announces
@@ -521,18 +521,18 @@ def test_auto_freezes_after_the_first_step_from_the_minimum_on_after_which_nothi
 @pytest.mark.parametrize(
     ("planned", "options", "flat", "rising"),
     [
-        (200, {}, 10, 40),  # 5 % and 20 %
+        (200, {}, 20, 40),  # 10 % and 20 %
         (200, {"max_fraction": 0.02}, 4, 4),  # the default minimum gives way
         (200, {"max_step": 3}, 3, 3),
-        (200, {"max_step": 100}, 10, 100),
-        (200, {"min_fraction": 0.1}, 20, 40),
+        (200, {"max_step": 100}, 20, 100),
+        (200, {"min_fraction": 0.15}, 30, 40),
         (200, {"min_fraction": None}, 2, 40),
         (200, {"min_step": 7}, 7, 40),
         (200, {"min_step": 7, "min_fraction": None}, 7, 40),
         (200, {"min_step": 3, "max_step": 50, "max_fraction": None}, 3, 50),
-        (20, {}, 2, 4),  # the minimum of one step cannot tell
+        (10, {}, 2, 2),  # the minimum of one step cannot tell
         (4, {}, 1, 1),
-        (math.inf, {"max_step": 40}, 10, 40),  # a quarter of the maximum
+        (math.inf, {"max_step": 40}, 20, 40),  # half of the maximum
         (-1, {"max_step": 3}, 2, 3),
         (math.inf, {"min_step": 30, "max_step": 40}, 30, 40),
     ],
@@ -552,7 +552,7 @@ def test_auto_says_why_it_froze(said: list[str]) -> None:
     assert 'made 17 dense steps and freezes its variance; the next step is compressed. Rule: mode="auto". ' in said[-1]
     assert said[-1].endswith("Reason: the learning rate no longer rises.")
     _train(onebit_adam(), [1.0] * 100)
-    assert "made 5 dense steps" in said[-1] and said[-1].endswith("Reason: the learning rate does not rise.")
+    assert "made 10 dense steps" in said[-1] and said[-1].endswith("Reason: the learning rate does not rise.")
     _train(onebit_adam(), rise + [0.15 + step for step in range(85)])
     why = "Reason: the maximum of 20 dense steps is reached, though the learning rate still rises."
     assert "made 20 dense steps" in said[-1] and said[-1].endswith(why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import math
 from pathlib import Path
@@ -230,6 +231,24 @@ def test_a_fallback_is_ended_after_a_resume_by_whoever_is_left(guarded: bool, sa
     _, phases = _run(callbacks, resumed, [1.0] * 10, trainer, first=13)
     # With the guard the fallback ends at step 10 + 8; without it VarianceFreeze finds itself past its step.
     assert phases.index("compressed") == (4 if guarded else 0)
+
+
+@pytest.mark.parametrize("options", [{"step": 5}, {"mode": "auto", "min_step": 5, "max_step": 900}])
+def test_a_fallback_goes_on_where_the_program_goes_back_within_it(options: dict[str, Any], said: _Said) -> None:
+    """To a state from the fallback, after step 12: it ends 8 steps after step 10, not where the first freeze would come."""
+    optimizer = onebit_adam()
+    callbacks: list[Any] = [VarianceFreezeMixin(**options), DivergenceGuardMixin(5, dense_steps=8)]
+    trainer, phases = _run(callbacks, optimizer, [1.0] * 5 + [9.0] * 5 + [1.0] * 2)
+    assert phases[4:] == ["compressed"] * 5 + ["warmup"] * 3
+    kept = copy.deepcopy(optimizer.state_dict())
+    trainer.step()
+    optimizer.load_state_dict(kept)
+    module, phases = FakeModule(), []
+    for batch in range(12, 22):
+        trainer.step()
+        callbacks[1].on_train_batch_end(trainer, module, {"loss": torch.tensor(1.0)}, None, batch)
+        phases.append(optimizer.phase.value)
+    assert phases.index("compressed") == 5
 
 
 def test_batches_whose_step_was_skipped_are_no_blow_up(said: _Said) -> None:

@@ -25,7 +25,7 @@ from lightning_onebit.callbacks._common import (
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.comm import control_payload_bytes, exchange_collectives, peer_bytes, plan_buckets, ring_bytes
 
-DEFAULT_MIN_FRACTION = 0.05
+DEFAULT_MIN_FRACTION = 0.1
 DEFAULT_MAX_FRACTION = 0.2
 
 # Where a compressed step sends more than this share of a dense one, no schedule makes the run worth while.
@@ -209,8 +209,8 @@ class VarianceFreezeMixin:
         mode: ``"auto"`` or None.
         min_step: for ``mode="auto"``: fewest dense steps; given, it replaces ``min_fraction``.
         min_fraction: for ``mode="auto"``: the same as a share of the planned steps, at least one step; None: one step. It
-            is for learning rates that rise briefly or not at all. The default is the maximum where that is less, and a
-            quarter of ``max_step`` where the number of planned steps is unknown.
+            is for learning rates that rise briefly or not at all. The default is the maximum where that is less, and
+            half of ``max_step`` where the number of planned steps is unknown.
         max_step: for ``mode="auto"``: most dense steps; given, it replaces ``max_fraction``.
         max_fraction: for ``mode="auto"``: the same as a share of the planned steps. A maximum is required: None needs
             ``max_step``.
@@ -362,7 +362,8 @@ class VarianceFreezeMixin:
 
     def _after_load(self, trainer: Any, watch: _Watch, optimizer: Any) -> None:
         """The program has given the optimizer another state, or none: what comes next follows from its phase."""
-        in_fallback = watch.done and optimizer.steps >= watch.bounds.latest and self._guarded(trainer)
+        # what was seen last is the step after which it froze
+        in_fallback = watch.done and optimizer.steps >= watch.seen and self._guarded(trainer)
         watch.start_over(optimizer)
         watch.done = watch.done or in_fallback
 
@@ -571,7 +572,7 @@ class VarianceFreezeMixin:
             return _Bounds(at, at)
         latest = self._in_steps(trainer, planned, self.max_step, self.max_fraction, "max_fraction", "max_step")
         if self._default_minimum:
-            earliest = latest // 4 if planned is None else round(DEFAULT_MIN_FRACTION * planned)
+            earliest = latest // 2 if planned is None else round(DEFAULT_MIN_FRACTION * planned)
             return _Bounds(min(max(1, earliest), latest), latest)
         if self.min_step is None and self.min_fraction is None:
             return _Bounds(1, latest)
