@@ -736,7 +736,7 @@ def table(runs: Sequence[Mapping[str, Any]]) -> None:
 
 
 def plot(runs: Sequence[Mapping[str, Any]], task: str) -> None:
-    """Training loss of the four algorithms beside their dense twins, each twin in a panel, at their learning rates; writes ``PLOT``."""
+    """Training loss of the four algorithms, a panel for each dense twin, over the seeds that all of it have run; writes ``PLOT``."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -747,11 +747,15 @@ def plot(runs: Sequence[Mapping[str, Any]], task: str) -> None:
         panels.setdefault(RULES[name].twin, []).append(name)
     figure, axes = plt.subplots(1, len(panels), figsize=(4.6 * len(panels), 3.8), sharey=True)
     for axis, (twin, names) in zip(axes, panels.items(), strict=True):
+        found: dict[str, dict[tuple[int, str], Mapping[str, Any]]] = {}
         for name in (twin, *names):
             lr, _ = best_lr(task, RULES[name], runs)
-            own = [r for r in runs if (r["task"], r["rule"], r["lr"]) == (task, name, lr) and "curve" in r]
-            if not own:
-                continue
+            own = (r for r in runs if (r["task"], r["rule"], r["lr"]) == (task, name, lr) and "curve" in r)
+            if of_rule := {(run["seed"], run["precision"]): run for run in own if run["seed"] in SEEDS}:
+                found[name] = of_rule
+        shared = set.intersection(*(set(of_rule) for of_rule in found.values())) if found else set()
+        for name, of_rule in found.items():
+            own = [of_rule[pair] for pair in sorted(shared)]
             curve = [statistics.fmean(values) for values in zip(*(run["curve"] for run in own), strict=True)]
             steps = [(k + 0.5) * TASKS[task].steps / len(curve) for k in range(len(curve))]
             label = f"{name}, {statistics.fmean(run['bytes'] for run in own):.2f} bytes"
