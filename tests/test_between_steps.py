@@ -271,9 +271,10 @@ def test_importing_the_optimizers_does_not_import_a_compiler() -> None:
 @pytest.mark.parametrize("kind", [OnebitAdam, OnebitLamb])
 @pytest.mark.parametrize("floor", [0.0, 0.1])
 def test_one_second_moment_that_overflows_does_not_stop_its_whole_tensor(kind: Any, floor: float) -> None:
+    """1-bit LAMB compresses momenta, in which the square of that gradient overflows too: it says so when it begins to."""
     param = nn.Parameter(torch.ones(100))
     optimizer = kind([param], lr=0.01, freeze_step=3, force_compression=True, block_size=32, denominator_floor=floor)
-    for t in range(6):
+    for t in range(3 if kind is OnebitLamb else 6):
         optimizer.zero_grad()
         fill([param], t, 0)
         if t == 1:
@@ -283,6 +284,9 @@ def test_one_second_moment_that_overflows_does_not_stop_its_whole_tensor(kind: A
         optimizer.step()
     assert bool(torch.isfinite(param).all())
     assert int((param != before).sum()) >= 99
+    if kind is OnebitLamb:
+        with pytest.raises(FloatingPointError, match="step 4: .* so large .*Resume from the last checkpoint"):
+            optimizer.step()
 
 
 def broken_dense_group(group: Any, rank: int, world: int) -> tuple[str, bool]:
@@ -491,11 +495,9 @@ def test_what_is_laid_out_in_inference_mode_serves_the_steps_after_it(
 
     def run(inference: bool) -> list[Tensor]:
         params = [nn.Parameter(torch.ones(5 * 32)), nn.Parameter(torch.ones(40, dtype=torch.bfloat16))]
-        options: Any = {
-            "force_compression": True,
-            "refresh": 3,
-            "denominator_dtype": "bfloat16",
-        }
+        options: Any = {"force_compression": True, "denominator_dtype": "bfloat16"}
+        if algorithm != "onebit_lamb":
+            options["refresh"] = 3
         optimizer = CLASSES[algorithm](params, lr=0.01, block_size=32, kernels=kernels, **options)  # type: ignore[call-arg]
         for t in range(12):
             if t == 3 and called != "freeze":

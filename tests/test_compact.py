@@ -61,8 +61,9 @@ def test_a_state_after_the_freeze_is_not_larger_than_adamws(kind: str) -> None:
     plain = torch.optim.AdamW(params)
     plain.step()
     names = set().union(*optimizer.state_dict()["state"].values())
-    # books, and a scale for each block
-    assert size(optimizer.state_dict()) < 1.01 * size(plain.state_dict()) + 8_000, names
+    # books, and a scale for each block; 1-bit LAMB has fresh second moments besides
+    fresh = 4 * sum(p.numel() for p in params) if kind == "lamb" else 0
+    assert size(optimizer.state_dict()) < 1.01 * size(plain.state_dict()) + fresh + 8_000, names
 
 
 @pytest.mark.parametrize("kind", MAKERS)
