@@ -285,7 +285,7 @@ def test_one_second_moment_that_overflows_does_not_stop_its_whole_tensor(kind: A
     assert bool(torch.isfinite(param).all())
     assert int((param != before).sum()) >= 99
     if kind is OnebitLamb:
-        with pytest.raises(FloatingPointError, match="step 4: .* so large .*Resume from the last checkpoint"):
+        with pytest.raises(FloatingPointError, match=r"step 4: .* so large .*Resume from the last checkpoint"):
             optimizer.step()
 
 

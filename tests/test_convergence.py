@@ -72,10 +72,10 @@ def rows_of(step: int) -> torch.Tensor:
     return train[torch.randint(len(train) - CONTEXT, (BATCH, 1), generator=draws) + torch.arange(CONTEXT + 1)]
 
 
-def schedule(step: int) -> float:
+def schedule(step: int, steps: int) -> float:
     if step < RISE:
         return (step + 1) / RISE
-    return 0.55 + 0.45 * math.cos(math.pi * (step - RISE) / (STEPS - RISE))
+    return 0.55 + 0.45 * math.cos(math.pi * (step - RISE) / (steps - RISE))
 
 
 @torch.no_grad()
@@ -84,14 +84,22 @@ def validation_loss(model: Model) -> float:
     return float(model(validation[CONTEXT * torch.arange(256)[:, None] + torch.arange(CONTEXT + 1)]))
 
 
-def train(model: Model, trained: nn.Module, optimizer: torch.optim.Optimizer, lr: float, rank: int, world: int) -> Any:
+def train(
+    model: Model,
+    trained: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    lr: float,
+    rank: int,
+    world: int,
+    steps: int = STEPS,
+) -> Any:
     """Validation losses at the freeze and at the end."""
     share = BATCH // world
     at_freeze = math.nan
-    for step in range(STEPS):
+    for step in range(steps):
         if step == FREEZE_STEP:
             at_freeze = validation_loss(model)
-        optimizer.param_groups[0]["lr"] = lr * schedule(step)
+        optimizer.param_groups[0]["lr"] = lr * schedule(step, steps)
         optimizer.zero_grad()
         trained(rows_of(step)[rank * share : (rank + 1) * share]).backward()
         optimizer.step()
@@ -130,33 +138,36 @@ def test_onebit_adam_reaches_the_loss_of_ddp_with_adamw_within_two_percent() -> 
 
 
 @lru_cache
-def dense_loss(name: str, lr: float) -> float:
+def dense_loss(name: str, lr: float, steps: int) -> float:
     """Of AdamW or LAMB, which is the warm-up of 1-bit LAMB, on the whole batch."""
     model = Model()
     cls = torch.optim.AdamW if name == "adamw" else CLASSES["onebit_lamb"]
-    return train(model, model, cls(model.parameters(), lr=lr, weight_decay=0.01), lr, 0, 1)[1]
+    return train(model, model, cls(model.parameters(), lr=lr, weight_decay=0.01), lr, 0, 1, steps)[1]
 
 
-def train_simulated(group: SimulatedGroup, name: str, lr: float, options: dict[str, Any]) -> tuple[float, float]:
+def train_simulated(
+    group: SimulatedGroup, name: str, lr: float, options: dict[str, Any], steps: int
+) -> tuple[float, float]:
     model = Model()
     optimizer = CLASSES[name](model.parameters(), lr=lr, weight_decay=0.01, process_group=group, **options)
-    return train(model, model, optimizer, lr, group.rank, group.size)[1], optimizer.ledger.ratio
+    return train(model, model, optimizer, lr, group.rank, group.size, steps)[1], optimizer.ledger.ratio
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "twin", "lr"),
+    ("name", "options", "twin", "lr", "steps"),
     [
-        ("zero_one_adam", {"var_freeze_step": FREEZE_STEP, "local_step_scaler": FREEZE_STEP}, "adamw", LR),
-        ("binsgdm", {}, "adamw", LR),
-        ("onebit_lamb", {"freeze_step": FREEZE_STEP}, "lamb", 4 * LR),
+        ("zero_one_adam", {"var_freeze_step": FREEZE_STEP, "local_step_scaler": FREEZE_STEP}, "adamw", LR, STEPS),
+        ("binsgdm", {}, "adamw", LR, STEPS),
+        # whose second moments stay as they froze: those of a hundred steps, not of 32
+        ("onebit_lamb", {"freeze_step": 96}, "lamb", 4 * LR, 480),
     ],
 )
 def test_the_other_algorithms_reach_the_loss_of_their_twins_within_three_percent(
-    name: str, options: dict[str, Any], twin: str, lr: float
+    name: str, options: dict[str, Any], twin: str, lr: float, steps: int
 ) -> None:
-    (loss, ratio), _ = SimulatedWorld(2).run(lambda group: train_simulated(group, name, lr, options))
+    (loss, ratio), _ = SimulatedWorld(2).run(lambda group: train_simulated(group, name, lr, options, steps))
     assert ratio > 3.5
-    assert loss < 1.03 * dense_loss(twin, lr)
+    assert loss < 1.03 * dense_loss(twin, lr, steps)
 
 
 # ----- linear regression --------------------------------------------------------------------------------------------------------
@@ -178,7 +189,7 @@ def regression(group: Any, name: str | None, peak: float = 0.05, **more: Any) ->
     else:
         options = {
             "onebit_adam": {"freeze_step": 80},
-            "onebit_lamb": {"freeze_step": 80},
+            "onebit_lamb": {"freeze_step": 120},
             "zero_one_adam": {"var_freeze_step": 80, "local_step_scaler": 80},
             "binsgdm": {},
         }[name]
