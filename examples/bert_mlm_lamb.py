@@ -123,7 +123,12 @@ def main(arguments: list[str] | None = None) -> None:
     add("--width", type=int, default=128, help="size of the residual stream")
     add("--heads", type=int, default=4, help="attention heads")
     add("--lr", type=float, default=0.03, help="peak learning rate")
-    add("--freeze-fraction", type=float, default=0.25, help="share of the steps that is dense")
+    add(
+        "--freeze-fraction",
+        type=float,
+        default=0.25,
+        help="share of the steps that is dense: a hundred steps at least, where a run has them",
+    )
     add("--train-bytes", type=int, default=4 << 20, help="bytes of training text")
     chosen = options.parse_args(arguments)
 

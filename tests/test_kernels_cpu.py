@@ -701,8 +701,8 @@ class Cache:
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch) -> None:
         self.patch, self.folder, self.compiler = patch, folder / "cache", folder / "cxx"
-        self.library = cpu.build()
-        self.says("", f'cp {self.library} "$made"')
+        self.compiled = cpu.build()
+        self.says("", f'cp {self.compiled} "$made"')
         patch.setenv("CXX", str(self.compiler))
         patch.setenv("LIGHTNING_ONEBIT_CACHE", str(self.folder))
 
@@ -827,7 +827,7 @@ def test_a_cxx_that_is_no_command_is_named_and_auto_goes_on(
 
 
 def test_a_compiler_whose_name_and_version_are_no_utf8_is_used(cache: Cache) -> None:
-    cache.says("printf '\\377'", f'cp {cache.library} "$made"')
+    cache.says("printf '\\377'", f'cp {cache.compiled} "$made"')
     odd = cache.compiler.rename(cache.compiler.with_name("c\udcff"))
     cache.patch.setenv("CXX", str(odd))
     assert cache.load() == "cpu"

@@ -56,19 +56,10 @@ def fold_sums(values: Tensor, lanes: int) -> Tensor:
     acc = planes[:, 0].clone()
     for k in range(1, BITS_PER_WORD):
         acc += planes[:, k]
-    return _fold_lanes(acc, torch.add)
-
-
-def fold_max(values: Tensor, lanes: int) -> Tensor:
-    """Maximum of each row of ``values`` (fp32, ``(blocks, 32 * lanes)``); order does not matter for a maximum."""
-    return values.view(values.shape[0], BITS_PER_WORD * lanes).amax(dim=1)
-
-
-def _fold_lanes(acc: Tensor, op) -> Tensor:  # type: ignore[no-untyped-def]
     width = acc.shape[1]
     while width > 1:
         half = (width + 1) // 2
-        op(acc[:, : width - half], acc[:, half:width], out=acc[:, : width - half])
+        acc[:, : width - half] += acc[:, half:width]
         width = half
     return acc[:, 0]
 

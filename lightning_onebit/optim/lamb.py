@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar
 
@@ -18,8 +17,6 @@ from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.late import LateParameters
 from lightning_onebit.optim.options import CommonOptions, check_number
 from lightning_onebit.optim.rules import dense_lamb_, floor_second_moment_
-
-log = logging.getLogger("lightning_onebit")
 
 # Per-parameter scalars, by their names in a checkpoint, with their first values: c_avg, r (the last f) and c of the last step
 _SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
