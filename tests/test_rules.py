@@ -121,3 +121,17 @@ def test_variants_of_binsgdm_run_at_its_rate_which_is_searched() -> None:
 def test_a_seed_of_another_precision_is_run_again() -> None:
     runs = [*SEARCHED, run(8e-3, 5.0, 1), run(8e-3, 5.0, 2, precision="fp8")]
     assert rules.wanted("T1short", rules.RULES["adamw"], runs) == [(8e-3, 2), (8e-3, 3)]
+
+
+def test_the_plot_averages_what_all_rules_of_a_panel_have_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leaves a panel empty where they have no run in common."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(rules, "PLOT", tmp_path / "rules.png")
+    curve = [5.0, 4.0, 3.0]
+    runs = [*SEARCHED, run(8e-3, 4.0, 1, curve=curve), run(8e-3, 4.0, 2, curve=curve)]
+    runs += [run(8e-3, 4.1, 1, "onebit_adam", curve=curve), run(8e-3, 4.1, 1, "zero_one_adam", curve=curve)]
+    runs += [run(2e-3 * f, 5.0 + (f != 1), rule="sign") for f in (0.5, 1, 2)] + [run(2e-3, 4.0, 1, "sign", curve=curve)]
+    runs += [run(4e-3 * f, 5.0 + (f != 1), rule="binsgdm") for f in (0.5, 1, 2)]
+    runs.append(run(4e-3, 4.0, 2, "binsgdm", curve=curve))
+    rules.plot(runs, "T1short")
+    assert rules.PLOT.read_bytes().startswith(b"\x89PNG")
