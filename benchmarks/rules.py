@@ -754,7 +754,9 @@ def plot(runs: Sequence[Mapping[str, Any]], task: str) -> None:
             if of_rule := {(run["seed"], run["precision"]): run for run in own if run["seed"] in SEEDS}:
                 found[name] = of_rule
         shared = set.intersection(*(set(of_rule) for of_rule in found.values())) if found else set()
-        for name, of_rule in found.items() if shared else ():
+        if not shared:
+            continue
+        for name, of_rule in found.items():
             own = [of_rule[pair] for pair in sorted(shared)]
             curve = [statistics.fmean(values) for values in zip(*(run["curve"] for run in own), strict=True)]
             steps = [(k + 0.5) * TASKS[task].steps / len(curve) for k in range(len(curve))]
