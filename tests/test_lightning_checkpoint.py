@@ -38,7 +38,7 @@ def save_and_resume(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     pl = enter(rank)
 
-    # compressed stage, with the freeze chosen by the default callback: 4 of 20 planned steps
+    # compressed stage, with the freeze chosen by the default callback: a tenth of the 20 planned steps, for the learning rate does not rise
     module = make_module(pl, onebit(None))
     trainer = quiet_trainer(pl, "onebit_adam", max_epochs=5, enable_checkpointing=True, default_root_dir=folder)
     trainer.callbacks.append(
@@ -91,7 +91,7 @@ def test_checkpoints_load_alone_and_training_resumes(tmp_path: Path) -> None:
         assert len(said) == (1 if rank == 0 else 0)
         assert all("OnebitAdam" in w and "start from zero" in w for w in said)
         assert not any("VarianceFreeze" in w for w in found["compressed"]), found["compressed"]
-        assert found["books"] == (20, 5, 15)
+        assert found["books"] == (20, 3, 17)
         assert found["different"] == []
         assert found["trees differ"] == []
         assert found["warm-up"] == [] and found["warm-up differs"] == []
