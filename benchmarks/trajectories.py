@@ -35,37 +35,29 @@ def rules() -> dict[str, tuple[Build, dict[str, Any]]]:
     """Every rule by name, default and published: its optimizer and options under which 60 steps cross all phases."""
     adam = {"lr": 1e-2, "weight_decay": 0.01, "freeze_step": 12}
     lamb = {"lr": 1e-2, "weight_decay": 0.01, "freeze_step": 12}
-    zero_one = {"lr": 1e-2, "weight_decay": 0.01, "var_freeze_step": 14, "var_update_scaler": 2}
-    local = {"local_step_scaler": 8, "local_step_clipper": 4}
+    zero_one = {"lr": 1e-2, "weight_decay": 0.01, "freeze_step": 14, "_doubling": 2}
     return {
         "onebit_adam": (ob.OnebitAdam, adam),
         "onebit_adam, refresh 7": (ob.OnebitAdam, {**adam, "refresh": 7}),
         "onebit_adam, never refreshed": (ob.OnebitAdam, {**adam, "refresh": "never"}),
-        "onebit_adam, published": (ob.OnebitAdam, {**adam, "refresh": "never", "preconditioned": False}),
+        "onebit_adam, published": (ob.OnebitAdam, {**adam, "recipe": "published"}),
         "onebit_adam, no bias correction": (ob.OnebitAdam, {**adam, "bias_correction": False}),
         "onebit_lamb": (ob.OnebitLamb, lamb),
-        "zero_one_adam": (ob.ZeroOneAdam, {**zero_one, **local}),
-        "zero_one_adam, no local steps": (ob.ZeroOneAdam, {**zero_one, "local_step_clipper": 1}),
+        "zero_one_adam": (ob.ZeroOneAdam, {**zero_one, "local_steps": ob.LocalSteps(max_gap=4, double_every=8)}),
+        "zero_one_adam, no local steps": (ob.ZeroOneAdam, {**zero_one, "local_steps": ob.LocalSteps(max_gap=1)}),
         "zero_one_adam, by learning rate": (
             ob.ZeroOneAdam,
-            {**zero_one, "local_step_policy": "learning_rate", "local_step_clipper": 4},
+            {**zero_one, "local_steps": ob.LocalSteps(max_gap=4, double_every="lr_halving")},
         ),
         "zero_one_adam, published": (
             ob.ZeroOneAdam,
             {
-                **{**zero_one, "var_freeze_step": 50, "var_update_scaler": 16},
-                **{"local_step_scaler": 2, "local_step_clipper": 4},
-                **{"refresh": "never", "preconditioned": False, "var_decay": "refresh"},
+                **{"lr": 1e-2, "weight_decay": 0.01, "freeze_step": 50, "recipe": "published"},
+                "local_steps": ob.LocalSteps(max_gap=4, double_every=2),
             },
         ),
         "binsgdm": (ob.BinSGDM, {"lr": 1e-3, "weight_decay": 0.01}),
-        "binsgdm, published": (
-            ob.BinSGDM,
-            {
-                **{"lr": 1e-3, "weight_decay": 0.01, "magnitude_beta": 0.7, "server": "random"},
-                **{"denominator_floor": 0.0, "draws": "independent", "overflow": "drop"},
-            },
-        ),
+        "binsgdm, published": (ob.BinSGDM, {"lr": 1e-3, "weight_decay": 0.01, "recipe": "published"}),
     }
 
 
@@ -76,23 +68,23 @@ def settings(rule: str) -> Iterator[tuple[str, int, dict[str, Any], dict[str, An
     yield "2 nodes of 2", 4, {}, {"ranks_per_node": 2}
     yield "clipped", 2, {"max_grad_norm": 0.5}, {}
     yield "bf16 weights", 2, {}, {"dtype": torch.bfloat16}
-    yield "small buckets, a dense group", 2, {"bucket_mb": 0.004}, {"dense": True}
+    yield "small buckets, a dense group", 2, {"exchange": {"bucket_mb": 0.004}}, {"dense": True}
     yield "a late tensor", 2, {}, {"late": 25}
     yield "a skipped step", 2, {}, {"bad": (6, 20)}
     yield "alone", 1, {}, {}
-    yield "alone, compressed", 1, {"force_compression": True}, {}
+    yield "alone, compressed", 1, {"exchange": {"_alone": True}}, {}
     for step in RESUMED_AT:
         yield f"resumed at {step}", 2, {}, {"resumed": step}
     if not rule.startswith("binsgdm"):
-        yield "16-bit state", 2, {"residual_dtype": "bfloat16", "denominator_dtype": "bfloat16"}, {}
+        yield "16-bit state", 2, {"exchange": {"state_dtype": "bfloat16"}}, {}
         yield (
             "16-bit state, resumed",
             2,
-            {"residual_dtype": "bfloat16", "denominator_dtype": "bfloat16"},
+            {"exchange": {"state_dtype": "bfloat16"}},
             {"resumed": 33},
         )
     if rule.startswith(("onebit_adam", "onebit_lamb")):
-        yield "sent in backward", 2, {"overlap": "backward", "bucket_mb": 0.004}, {}
+        yield "sent in backward", 2, {"exchange": {"overlap": "backward", "bucket_mb": 0.004}}, {}
 
 
 def run(
@@ -114,13 +106,14 @@ def run(
 
     def made() -> ob.OnebitOptimizer:
         groups = [{"params": params[:-2]}, {"params": params[-2:-1], "compress": not dense}, {"params": params[-1:]}]
-        optimizer = build(groups, **options, process_group=group)
+        exchange = ob.ExchangeOptions(**options.get("exchange", {}), process_group=group)
+        optimizer = build(groups, **{**options, "exchange": exchange})
         if ranks_per_node > 1:
             optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
         return optimizer
 
     optimizer, seen = made(), hashlib.sha256()
-    backward = options.get("overlap") == "backward"
+    backward = options.get("exchange", {}).get("overlap") == "backward"
     for step in range(1, STEPS + 1):
         if step - 1 == resumed:
             state, own = optimizer.state_dict(), optimizer.residual_state_dict()

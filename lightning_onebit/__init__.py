@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 from lightning_onebit import _trees  # first: it remembers which Lightning tree was loaded before this package
 from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
 from lightning_onebit.migration import Migration, from_deepspeed_config
-from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, OnebitOptimizer, Phase, TornStep, ZeroOneAdam
+from lightning_onebit.optim import (
+    BinSGDM,
+    ExchangeOptions,
+    LambCoefficients,
+    LocalSteps,
+    OnebitAdam,
+    OnebitLamb,
+    OnebitOptimizer,
+    Phase,
+    TornStep,
+    ZeroOneAdam,
+)
 from lightning_onebit.registry import available_strategies
 
 if TYPE_CHECKING:
@@ -28,6 +39,9 @@ __all__ = [
     "ByteLedger",
     "CollectiveFailure",
     "CollectiveTimeout",
+    "ExchangeOptions",
+    "LambCoefficients",
+    "LocalSteps",
     "Migration",
     "OnebitAdam",
     "OnebitLamb",

@@ -13,13 +13,9 @@ Overlap: TypeAlias = Literal["step", "backward"]
 StateDtype: TypeAlias = Literal["float32", "bfloat16"]
 Automatic: TypeAlias = Literal["auto"]
 RefreshRule: TypeAlias = Literal["auto", "never"]
-
-LocalStepPolicy: TypeAlias = Literal["interval", "learning_rate"]
-VarianceDecay: TypeAlias = Literal["refresh", "step"]
-
-Server: TypeAlias = Literal["feedback", "random"]
-Draws: TypeAlias = Literal["stratified", "independent"]
-Overflow: TypeAlias = Literal["keep", "drop"]
+GapRule: TypeAlias = Literal["lr_halving"]
+OnNonfinite: TypeAlias = Literal["skip", "raise"]
+Recipe: TypeAlias = Literal["default", "published"]
 
 
 def choices(kind: Any) -> tuple[str, ...]:

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping
+from dataclasses import fields
 from typing import Any
 
 from lightning_onebit._say import rank_zero_info
+from lightning_onebit.optim import ExchangeOptions
 from lightning_onebit.registry import ALGORITHMS
 
 #: keywords that ask for nothing that is missing here -> why
@@ -22,6 +24,18 @@ _NOT_NEEDED = {
     "skip_all_reduce_unused_params": "parameters without a gradient are always allowed for",
     "init_sync": "all ranks get rank 0's weights and buffers at set-up",
 }
+
+#: keywords of Lightning's ``DDPStrategy``, which configurations may have
+DDP_KEYWORDS = (
+    "find_unused_parameters",
+    "static_graph",
+    "gradient_as_bucket_view",
+    "ddp_comm_hook",
+    "ddp_comm_state",
+    "ddp_comm_wrapper",
+    "model_averaging_period",
+    "bucket_cap_mb",
+)
 
 #: where precision, devices and nodes are said
 _OWNERS = {True: "Fabric", False: "Trainer"}
@@ -68,9 +82,9 @@ def _refusals(algorithm: str, fabric: bool) -> dict[str, str]:
     )
     owner = _OWNERS[fabric]
     devices = f"`devices` of the {owner} says it; leave it out"
-    bucket = "bucket_mb={value!r}"
+    bucket = "exchange=ExchangeOptions(bucket_mb={value!r})"
     make = "fabric.strategy.optimizer(params, {})"
-    local = "local_step_scaler=..., local_step_clipper=..."
+    local = "local_steps=LocalSteps(...)"
     steps = make.format(local) if fabric else f'OnebitStrategy("zero_one_adam", {local})'
     return {
         "ddp_comm_hook": compresses,
@@ -105,6 +119,9 @@ def _unknown(name: str, value: Any, known: Collection[str], fabric: bool) -> str
     options = set().union(*(algorithm.options for algorithm in ALGORITHMS.values()))
     if name in {"lr", "betas", "beta", "eps", "weight_decay"} or (fabric and name in options):
         return f"{said}: it is one of the optimizer, so give it to `{optimizer}(params, {name}={value!r})`"
+    if name in {f.name for f in fields(ExchangeOptions)}:
+        where = "fabric.strategy.optimizer(params, ...)" if fabric else "the strategy"
+        return f"{said}: it is one of the exchange, so give `exchange=ExchangeOptions({name}={value!r})` to {where}"
     near = difflib.get_close_matches(name, {*known, *_NOT_NEEDED, *(options if fabric else ())}, n=3, cutoff=0.6)
     if near:
         listed = " or ".join(

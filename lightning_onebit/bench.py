@@ -131,7 +131,7 @@ def measure_link(
     try:
         exchange, local = _time_exchange(optimizer, weight, gradient, repeats, group)
         dense = _time_all_reduce(
-            gradient.clone(), int(optimizer.options.bucket_size(exchanged=False) * 2**20 / 4), repeats, group
+            gradient.clone(), int(optimizer.exchange.bucket_size(exchanged=False) * 2**20 / 4), repeats, group
         )
     finally:
         _release(optimizer)

@@ -145,7 +145,7 @@ def _compressed(optimizer: Any) -> OnebitOptimizer:
 def _check(wrapped: DistributedDataParallel, optimizer: OnebitOptimizer) -> None:
     """Raises where an optimizer cannot train a wrapped model."""
     kind = type(optimizer).__name__
-    if optimizer.options.overlap == "backward":
+    if optimizer.exchange.overlap == "backward":
         raise ValueError(
             f"onebit_ddp(): {kind} has overlap='backward', which sends gradients before DistributedDataParallel is done with them; "
             "use overlap='step'"
@@ -163,9 +163,9 @@ def _check(wrapped: DistributedDataParallel, optimizer: OnebitOptimizer) -> None
                     f"onebit_ddp(): {kind} trains {names[id(p)]}, which DistributedDataParallel was told to ignore; leave it out of one "
                     "of the two"
                 )
-    if optimizer._topology is None and optimizer.options.process_group is None:
+    if optimizer._topology is None and optimizer.exchange.process_group is None:
         return  # joins DDP's ranks
-    ranks = optimizer._topology.group if optimizer._topology is not None else optimizer.options.process_group
+    ranks = optimizer._topology.group if optimizer._topology is not None else optimizer.exchange.process_group
     mine = dist.get_process_group_ranks(ranks if isinstance(ranks, dist.ProcessGroup) else dist.group.WORLD)
     theirs = dist.get_process_group_ranks(wrapped.process_group)
     if mine != theirs:
@@ -178,9 +178,9 @@ def _check(wrapped: DistributedDataParallel, optimizer: OnebitOptimizer) -> None
 def _connect(wrapped: DistributedDataParallel, optimizer: OnebitOptimizer, names: dict[Any, str]) -> None:
     """Gives an optimizer DDP's ranks, unless it has its own, and names for messages."""
     if optimizer._topology is None:
-        group = optimizer.options.process_group or wrapped.process_group
+        group = optimizer.exchange.process_group or wrapped.process_group
         optimizer.configure_communication(
-            group, timeout=timedelta(seconds=optimizer.options.timeout), parameter_names=names
+            group, timeout=timedelta(seconds=optimizer.exchange.timeout), parameter_names=names
         )
     else:
         optimizer._names = names
@@ -544,7 +544,7 @@ def _everyone(optimizers: Sequence[OnebitOptimizer]) -> Transport:
         raise ValueError("no optimizer was given")
     topology = optimizers[0]._ranks()
     return Transport(
-        Topology.create(topology.group), ByteLedger(), timedelta(seconds=optimizers[0].options.timeout), "checkpoint"
+        Topology.create(topology.group), ByteLedger(), timedelta(seconds=optimizers[0].exchange.timeout), "checkpoint"
     )
 
 

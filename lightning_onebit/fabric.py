@@ -252,7 +252,7 @@ class FabricMixin(_Base):
         known = next((served for served in self._served if served.optimizer is optimizer), None)
         groups: list[Any] = []
         if _connected() and isinstance(optimizer, OnebitOptimizer):
-            limit = timedelta(seconds=optimizer.options.timeout)
+            limit = timedelta(seconds=optimizer.exchange.timeout)
             ranks_per_node = self._node_size()
             optimizer.release_communication()
             optimizer.configure_communication(

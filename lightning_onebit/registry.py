@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
 
-from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
-
-#: options of an optimizer's constructor that belong to whoever owns the process groups, hence not to be given as an algorithm's option
-MANAGED = frozenset({"process_group", "timeout"})
+from lightning_onebit.optim import BinSGDM, ExchangeOptions, OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
+from lightning_onebit.optim.options import as_parameters
 
 #: suffix of a strategy name -> start method, as Lightning names its own strategies
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -29,7 +27,7 @@ class Algorithm:
     Attributes:
         name: the name users know, also that of its strategy.
         title: how texts call it.
-        optimizer: its optimizer class; the keyword-only parameters of the constructor are the algorithm's options.
+        optimizer: its optimizer class, whose ``options_class`` says what options the algorithm has.
         converts: optimizer classes (exactly these, no subclasses) that it can stand in for with the same hyperparameters.
         warm_up: whether training begins with dense steps that somebody has to end (``freeze_step``, ``callbacks.VarianceFreeze``).
         aliases: other names of the same thing.
@@ -45,8 +43,40 @@ class Algorithm:
     @cached_property
     def options(self) -> frozenset[str]:
         """Names of the options that a strategy may hand to the optimizer."""
-        parameters = inspect.signature(self.optimizer).parameters.values()
-        return frozenset(p.name for p in parameters if p.kind is p.KEYWORD_ONLY) - MANAGED
+        return frozenset(parameter.name for parameter in as_parameters(self.optimizer.options_class))
+
+
+# registries that strategies have been entered in, and what is told when an algorithm is added after that
+_registered: set[tuple[int, type]] = set()
+_listeners: list[Callable[[], object]] = []
+
+
+def register_algorithm(algorithm: Algorithm) -> None:
+    """Adds an algorithm: its strategies, the planner, the bench and command lines know it from here on.
+
+    Raises:
+        ValueError: one of its names belongs to another algorithm.
+        TypeError: its optimizer does not say what options it has.
+
+    Example:
+        >>> register_algorithm(Algorithm("onebit_lion", "1-bit Lion", OnebitLion, warm_up=False))
+    """
+    taken = {name: other for other in ALGORITHMS.values() for name in (other.name, *other.aliases)}
+    for name in (algorithm.name, *algorithm.aliases):
+        if name in taken and taken[name].name != algorithm.name:
+            raise ValueError(f"algorithm name {name!r} belongs to {taken[name].title}; choose another")
+    if not issubclass(algorithm.optimizer, OnebitOptimizer):
+        raise TypeError(
+            f"optimizer={algorithm.optimizer!r} of {algorithm.name!r} must be a subclass of OnebitOptimizer"
+        )
+    ALGORITHMS[algorithm.name] = algorithm
+    for listener in _listeners:
+        listener()
+
+
+def when_algorithms_change(listener: Callable[[], object]) -> None:
+    """Calls ``listener`` after every algorithm that is added."""
+    _listeners.append(listener)
 
 
 #: every algorithm by name
@@ -80,7 +110,10 @@ def registered_strategies() -> Iterator[RegisteredStrategy]:
 
 
 def register(strategy_class: type, registry: Any) -> None:
-    """Enters a strategy class in a registry of Lightning's or Fabric's under every name."""
+    """Enters a strategy class in a registry of Lightning's or Fabric's under every name, also those of algorithms to come."""
+    if (id(registry), strategy_class) not in _registered:
+        _registered.add((id(registry), strategy_class))
+        when_algorithms_change(lambda: register(strategy_class, registry))
     for name, algorithm, start_method, unused in registered_strategies():
         asked = {} if unused is None else {"find_unused_parameters": unused}
         registry.register(
@@ -120,8 +153,8 @@ def find_algorithm(name: Any) -> Algorithm:
     raise ValueError(f"algorithm={name!r} is unknown; choose one of {_names()}")
 
 
-def check_options(algorithm: Algorithm, options: Mapping[str, Any]) -> None:
-    """Raises unless ``algorithm`` has every option and accepts its value.
+def check_options(algorithm: Algorithm, options: Mapping[str, Any], exchange: ExchangeOptions | None = None) -> None:
+    """Raises unless ``algorithm`` has every option and accepts its value, and can exchange as ``exchange`` says.
 
     Raises:
         TypeError: an option of the wrong type.
@@ -138,9 +171,21 @@ def check_options(algorithm: Algorithm, options: Mapping[str, Any]) -> None:
             raise ValueError(
                 f"{name}={value!r} is no option of {algorithm.name!r}: {remedy}; remove it or change `algorithm`"
             )
-    if options:
+    if options or exchange is not None:
         # The optimizer's constructor knows the ranges; an optimizer of nothing is the way to ask it.
-        algorithm.optimizer([torch.nn.Parameter(torch.zeros(1))], **options)
+        algorithm.optimizer([torch.nn.Parameter(torch.zeros(1))], exchange=exchange, **options)
+
+
+def option_parameters() -> dict[str, inspect.Parameter]:
+    """What a strategy can be told by keyword: the options of all algorithms, each of the types that any of them takes, or None."""
+    kinds: dict[str, Any] = {}
+    for algorithm in ALGORITHMS.values():
+        for parameter in as_parameters(algorithm.optimizer.options_class):
+            kinds[parameter.name] = parameter.annotation | kinds.get(parameter.name)
+    return {
+        name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+        for name, kind in kinds.items()
+    }
 
 
 def _names() -> str:

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -24,23 +24,8 @@ from torch import Tensor
 from torch.distributed.utils import _sync_module_states
 from torch.nn.parameter import is_lazy
 
-from lightning_onebit._choices import (
-    AlgorithmName,
-    Automatic,
-    Backend,
-    Draws,
-    LocalStepPolicy,
-    OtherOptimizers,
-    Overflow,
-    Overlap,
-    RefreshRule,
-    Server,
-    StartMethod,
-    StateDtype,
-    VarianceDecay,
-    choices,
-)
-from lightning_onebit._ddp_keywords import explain_missing_wrapper, heed_ddp_keywords
+from lightning_onebit._choices import AlgorithmName, OtherOptimizers, StartMethod, choices
+from lightning_onebit._ddp_keywords import DDP_KEYWORDS, explain_missing_wrapper, heed_ddp_keywords
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import rank_zero_info
 from lightning_onebit._trees import BOUND_MODULES, PACKAGES, TREES, tree_of
@@ -66,12 +51,19 @@ from lightning_onebit.comm import (
     handshake,
     torn_down_last,
 )
-from lightning_onebit.optim import OnebitOptimizer, Phase
+from lightning_onebit.optim import ExchangeOptions, OnebitOptimizer, Phase
 from lightning_onebit.optim.arena import TRAINABLE_DTYPES
 from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
 from lightning_onebit.optim.options import check_choice, check_integer
 from lightning_onebit.optim.torn import signals_held
-from lightning_onebit.registry import Algorithm, check_options, find_algorithm, register
+from lightning_onebit.registry import (
+    Algorithm,
+    check_options,
+    find_algorithm,
+    option_parameters,
+    register,
+    when_algorithms_change,
+)
 
 if TYPE_CHECKING:
     _Base: Any  # a DDPStrategy of either tree
@@ -115,54 +107,14 @@ class OnebitMixin(_Base):
         overlap_dense: whether dense averaging overlaps with backward; False for models that run a parameter's backward hooks more
             than once in a backward (re-entrant activation checkpointing). It begins after backward where the module has a
             ``backward()`` of its own.
-        hierarchical: whether ranks of a node average first and share the work of the exchange between nodes: ``"auto"`` (with more
-            than one node and more than one rank per node), True or False.
-        ranks_per_node: overrides how many consecutive ranks count as a node (one machine can play several).
+        ranks_per_node: how many consecutive ranks average first and share the work of the exchange between nodes. None: those of a node if
+            there are several nodes with several ranks each; 1: the flat exchange. (One machine can play several nodes.)
         strict_residuals: whether resuming raises when what differs by rank (residuals) is missing or damaged, or, as by default,
             warns and goes on with residuals that start from zero.
-        freeze_step: algorithm's option, like all that follow: number of dense steps. None means "not given", here and below;
-            see the optimizer's class for meanings and defaults.
-        bias_correction: correct the moments' bias as AdamW does.
-        block_size: elements that share one scale.
-        max_grad_norm: clip the global gradient norm.
-        denominator_floor: smallest denominator relative to the root of its tensor's mean second moment (BinSGDM: to its block's
-            root mean square of magnitudes).
-        force_compression: compress even in a world of one rank.
-        bucket_mb: MB of fp32 gradients per bucket; None: 16, on CUDA devices 64 (see ``OnebitAdam``).
-        max_consecutive_skips: the error comes with this many steps in a row skipped for non-finite gradients (0: with the first one,
-            and less work).
-        kernels: ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
-        overlap: ``"step"`` or ``"backward"``: send buckets as their gradients land (1-bit Adam and 1-bit LAMB; no clipping).
-        residual_dtype: ``"float32"`` or ``"bfloat16"``.
-        denominator_dtype: all but BinSGDM: ``"float32"`` or ``"bfloat16"``.
-        max_coeff: 1-bit LAMB, like the six that follow: see ``OnebitLamb``.
-        min_coeff: see ``OnebitLamb``.
-        coeff_beta: see ``OnebitLamb``.
-        factor_max: see ``OnebitLamb``.
-        factor_min: see ``OnebitLamb``.
-        factor_threshold: see ``OnebitLamb``.
-        preconditioned: compress the momentum divided by its denominators (``OnebitAdam``, ``ZeroOneAdam``).
-        refresh: 1-bit Adam and 0/1 Adam: ``"auto"`` (default), ``"never"`` or compressed steps between two, see ``OnebitAdam``.
-        var_freeze_step: 0/1 Adam, like the five that follow: see ``ZeroOneAdam``.
-        var_update_scaler: see ``ZeroOneAdam``.
-        local_step_scaler: see ``ZeroOneAdam``.
-        local_step_clipper: see ``ZeroOneAdam``.
-        local_step_policy: see ``ZeroOneAdam``.
-        var_decay: see ``ZeroOneAdam``.
-        magnitude_beta: BinSGDM: decay of magnitudes, see ``BinSGDM``.
-        server: BinSGDM: how votes are combined, see ``BinSGDM``.
-        draws: BinSGDM: how draws of successive steps relate, see ``BinSGDM``.
-        overflow: BinSGDM: what becomes of what signs cannot say, see ``BinSGDM``.
-        seed: BinSGDM: seed of its draws.
-        find_unused_parameters: of Lightning's ``DDPStrategy``, like the seven that follow: not needed, which an info line says.
-        static_graph: not needed.
-        gradient_as_bucket_view: not needed.
-        ddp_comm_hook: refused, like all that follow, by an error that says what to write instead.
-        ddp_comm_state: refused.
-        ddp_comm_wrapper: refused.
-        model_averaging_period: refused: ``"zero_one_adam"`` makes local steps.
-        bucket_cap_mb: refused: ``bucket_mb``.
-        **others: further keywords of ``DistributedDataParallel``, answered alike.
+        exchange: how ranks exchange, see ``ExchangeOptions``.
+        **options: options of the algorithm (``freeze_step``, ``max_grad_norm``, ...; see ``AdamOptions`` and the like), and keywords of
+            ``DistributedDataParallel``: not needed, which an info line says (``find_unused_parameters``, ...), or refused by an error
+            that says what to write instead (``ddp_comm_hook``, ``bucket_cap_mb``, ...).
 
     Raises:
         TypeError: an option has the wrong type, or nobody knows it.
@@ -195,98 +147,25 @@ class OnebitMixin(_Base):
         convert_optimizers: bool = True,
         broadcast_buffers: bool = True,
         overlap_dense: bool = True,
-        hierarchical: bool | Automatic = "auto",
         ranks_per_node: int | None = None,
         strict_residuals: bool = False,
-        freeze_step: int | None = None,
-        bias_correction: bool | None = None,
-        block_size: int | None = None,
-        max_grad_norm: float | None = None,
-        denominator_floor: float | None = None,
-        force_compression: bool | None = None,
-        bucket_mb: float | None = None,
-        max_consecutive_skips: int | None = None,
-        kernels: Backend | None = None,
-        overlap: Overlap | None = None,
-        residual_dtype: StateDtype | None = None,
-        denominator_dtype: StateDtype | None = None,
-        max_coeff: float | None = None,
-        min_coeff: float | None = None,
-        coeff_beta: float | None = None,
-        factor_max: float | None = None,
-        factor_min: float | None = None,
-        factor_threshold: float | None = None,
-        preconditioned: bool | None = None,
-        refresh: int | RefreshRule | None = None,
-        var_freeze_step: int | None = None,
-        var_update_scaler: int | None = None,
-        local_step_scaler: int | None = None,
-        local_step_clipper: int | None = None,
-        local_step_policy: LocalStepPolicy | None = None,
-        var_decay: VarianceDecay | None = None,
-        server: Server | None = None,
-        magnitude_beta: float | None = None,
-        draws: Draws | None = None,
-        overflow: Overflow | None = None,
-        seed: int | None = None,
-        find_unused_parameters: bool | None = None,
-        static_graph: bool | None = None,
-        gradient_as_bucket_view: bool | None = None,
-        ddp_comm_hook: Any = None,
-        ddp_comm_state: Any = None,
-        ddp_comm_wrapper: Any = None,
-        model_averaging_period: int | None = None,
-        bucket_cap_mb: float | None = None,
-        **others: Any,
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
     ) -> None:
-        ddp = {
-            "find_unused_parameters": find_unused_parameters,
-            "static_graph": static_graph,
-            "gradient_as_bucket_view": gradient_as_bucket_view,
-            "ddp_comm_hook": ddp_comm_hook,
-            "ddp_comm_state": ddp_comm_state,
-            "ddp_comm_wrapper": ddp_comm_wrapper,
-            "model_averaging_period": model_averaging_period,
-            "bucket_cap_mb": bucket_cap_mb,
-        }
-        options = {
-            "freeze_step": freeze_step,
-            "bias_correction": bias_correction,
-            "block_size": block_size,
-            "max_grad_norm": max_grad_norm,
-            "denominator_floor": denominator_floor,
-            "force_compression": force_compression,
-            "bucket_mb": bucket_mb,
-            "max_consecutive_skips": max_consecutive_skips,
-            "kernels": kernels,
-            "overlap": overlap,
-            "residual_dtype": residual_dtype,
-            "denominator_dtype": denominator_dtype,
-            "max_coeff": max_coeff,
-            "min_coeff": min_coeff,
-            "coeff_beta": coeff_beta,
-            "factor_max": factor_max,
-            "factor_min": factor_min,
-            "factor_threshold": factor_threshold,
-            "preconditioned": preconditioned,
-            "refresh": refresh,
-            "var_freeze_step": var_freeze_step,
-            "var_update_scaler": var_update_scaler,
-            "local_step_scaler": local_step_scaler,
-            "local_step_clipper": local_step_clipper,
-            "local_step_policy": local_step_policy,
-            "var_decay": var_decay,
-            "server": server,
-            "magnitude_beta": magnitude_beta,
-            "draws": draws,
-            "overflow": overflow,
-            "seed": seed,
-        }
         self._algorithm: Algorithm = find_algorithm(algorithm)
-        known = inspect.signature(OnebitMixin.__init__).parameters.keys() - {"self", "others"}
-        heed_ddp_keywords({**ddp, **others}, algorithm=self._algorithm.name, known=known)
-        self._options = {name: value for name, value in options.items() if value is not None}
-        check_options(self._algorithm, self._options)
+        known = option_parameters().keys()
+        heed_ddp_keywords(
+            {name: value for name, value in options.items() if name not in known},
+            algorithm=self._algorithm.name,
+            known={*inspect.signature(OnebitMixin.__init__).parameters} - {"self", *DDP_KEYWORDS},
+        )
+        self._options = {name: value for name, value in options.items() if name in known and value is not None}
+        self._exchange_options = exchange
+        check_options(self._algorithm, self._options, exchange)
+        if exchange is not None and exchange.process_group is not None:
+            raise ValueError(
+                "process_group of the exchange: the strategy makes process groups of all ranks by itself; leave it out"
+            )
         check_choice("other_optimizers", other_optimizers, choices(OtherOptimizers))
         flags = {
             "convert_optimizers": convert_optimizers,
@@ -297,7 +176,7 @@ class OnebitMixin(_Base):
         for name, value in flags.items():
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
-        _check_hierarchy(hierarchical, ranks_per_node)
+        check_integer("ranks_per_node", ranks_per_node, least=1, optional=True)
         if timeout is not None and not isinstance(timeout, timedelta):
             raise TypeError(
                 f"timeout={timeout!r} must be a datetime.timedelta or None, not {type(timeout).__name__}; give "
@@ -305,7 +184,6 @@ class OnebitMixin(_Base):
             )
         if timeout is not None and timeout <= timedelta(0):
             raise ValueError(f"timeout={timeout!r} must be longer than nothing; give timedelta(minutes=30), say")
-        self._hierarchical = hierarchical
         self._ranks_per_node = ranks_per_node
         self._other_optimizers = other_optimizers
         self._convert_optimizers = convert_optimizers
@@ -361,14 +239,20 @@ class OnebitMixin(_Base):
             >>> def configure_optimizers(self):
             ...     return self.trainer.strategy.optimizer(self.parameters(), lr=1e-3)
         """
-        for name, value in self._options.items():
+        mine = self._given_options()
+        for name, value in mine.items():
             if name in kwargs and kwargs[name] != value:
                 raise ValueError(
                     f"{name}={kwargs[name]!r} was given to strategy.optimizer() and {name}={value!r} to the strategy; keep one of them"
                 )
-        made = self._algorithm.optimizer(params, **{**self._options, **kwargs})
+        made = self._algorithm.optimizer(params, **{**mine, **kwargs})
         self._made.add(made)
         return made
+
+    def _given_options(self) -> dict[str, Any]:
+        """What the strategy was told of the algorithm and of the exchange."""
+        exchange = {} if self._exchange_options is None else {"exchange": self._exchange_options}
+        return {**self._options, **exchange}
 
     def synchronise(self) -> None:
         """Brings together what ranks have parted in by steps of their own (0/1 Adam), buffers included; training ends with it.
@@ -388,7 +272,7 @@ class OnebitMixin(_Base):
 
     def __repr__(self) -> str:
         """Says where to import the class for the other Lightning tree: a Trainer of that tree prints this in its error."""
-        options = "".join(f", {name}={value!r}" for name, value in self._options.items())
+        options = "".join(f", {name}={value!r}" for name, value in self._given_options().items())
         mine = tree_of(self)
         others = "; ".join(
             f"for a Trainer of {PACKAGES[tree]} use `from {BOUND_MODULES[tree]} import OnebitStrategy`"
@@ -456,9 +340,9 @@ class OnebitMixin(_Base):
                 "a complex one in two parameters, or give it to an optimizer of its own and train that with "
                 '`OnebitStrategy(other_optimizers="dense")`.'
             ) from error
-        if self._options and not self.onebit_optimizers:
+        if (given := self._given_options()) and not self.onebit_optimizers:
             raise self._misconfiguration(
-                f"{_listed(self._options)} of {self.algorithm!r} cannot take effect: no optimizer is compressed. Return "
+                f"{_listed(given)} of {self.algorithm!r} cannot take effect: no optimizer is compressed. Return "
                 "`self.trainer.strategy.optimizer(...)` from `configure_optimizers`, or remove the options."
             )
         self._check_ownership()
@@ -480,7 +364,7 @@ class OnebitMixin(_Base):
         ranks_per_node = self._node_size() if self.onebit_optimizers else 1
         for optimizer in self.onebit_optimizers:
             optimizer.release_communication()  # one that was kept from an earlier fit()
-            limit = timedelta(seconds=optimizer.options.timeout)
+            limit = timedelta(seconds=optimizer.exchange.timeout)
             optimizer.configure_communication(
                 run.new_group(self._timeout),
                 ranks_per_node=ranks_per_node,
@@ -496,8 +380,6 @@ class OnebitMixin(_Base):
     def _node_size(self) -> int:
         """Ranks that exchange as one node; 1 for the flat exchange. Collective if nodes must be found out."""
         world = dist.get_world_size()
-        if self._hierarchical is False:
-            return 1
         size = self._ranks_per_node
         if size is None:
             # all of them, gathered: a node that was started with fewer ranks than the others must not go unnoticed
@@ -506,23 +388,17 @@ class OnebitMixin(_Base):
             dist.all_gather(layout, mine)
             nodes = [int(node) for node in layout]
             counts = [nodes.count(node) for node in dict.fromkeys(nodes)]
-            hierarchical = len(counts) > 1 and max(counts) > 1
-            if not hierarchical and self._hierarchical == "auto":
+            if len(counts) == 1 or max(counts) == 1:
                 return 1
             if len(set(counts)) > 1 or nodes != sorted(nodes):
                 raise self._misconfiguration(
                     f"the hierarchical exchange needs the same number of consecutive ranks on every node, found ranks per node {counts} "
-                    f"(nodes of ranks 0, 1, ...: {nodes}): start all nodes alike, give `ranks_per_node`, or set `hierarchical=False`."
+                    f"(nodes of ranks 0, 1, ...: {nodes}): start all nodes alike, or set `ranks_per_node=1` for the flat exchange."
                 )
             size = counts[0]
         if world % size:
             raise self._misconfiguration(
-                f"ranks_per_node={size} does not divide the {world} ranks of this run: give a divisor, or set `hierarchical=False`."
-            )
-        if self._hierarchical is True and (size == 1 or size == world):
-            raise self._misconfiguration(
-                f"hierarchical=True cannot take effect: {world} ranks with {size} per node leave nothing to do "
-                f"{'inside nodes' if size == 1 else 'between nodes'}. Leave it at 'auto', or give `ranks_per_node`."
+                f"ranks_per_node={size} does not divide the {world} ranks of this run: give a divisor, or 1 for the flat exchange."
             )
         # one node alone has nothing to exchange between nodes: its ranks exchange flat
         return size if size < world else 1
@@ -567,9 +443,9 @@ class OnebitMixin(_Base):
                 f"the strategy's algorithm is {self.algorithm!r}, but `configure_optimizers` returned {name}: set "
                 f'`strategy="{optimizer.algorithm}"`, or return `self.trainer.strategy.optimizer(params, ...)`.'
             )
-        if self._options and optimizer not in self._made:
+        if (given := self._given_options()) and optimizer not in self._made:
             raise self._misconfiguration(
-                f"{_listed(self._options)} of the strategy cannot take effect: `configure_optimizers` built {name} itself. Return "
+                f"{_listed(given)} of the strategy cannot take effect: `configure_optimizers` built {name} itself. Return "
                 f"`self.trainer.strategy.optimizer(params, ...)`, which knows the strategy's options, or give them to {name}."
             )
 
@@ -577,7 +453,7 @@ class OnebitMixin(_Base):
         if optimizer in self._converted:  # the module returned the same object in an earlier fit()
             converted = self._converted[optimizer]
         else:
-            converted = convert_adam(optimizer, self._algorithm.optimizer, self._options)
+            converted = convert_adam(optimizer, self._algorithm.optimizer, self._given_options())
             self._converted[optimizer] = converted
             self._made.add(converted)
             rank_zero_info(
@@ -616,7 +492,7 @@ class OnebitMixin(_Base):
                     "to another optimizer."
                 )
         self._check_sharing(names)
-        early = any(optimizer.options.overlap == "backward" for optimizer in self.onebit_optimizers)
+        early = any(optimizer.exchange.overlap == "backward" for optimizer in self.onebit_optimizers)
         if early and getattr(self.precision_plugin, "scaler", None) is not None:
             raise self._misconfiguration(
                 'overlap="backward" sends gradients while precision="16-mixed" still has the loss scale in them: use '
@@ -639,7 +515,7 @@ class OnebitMixin(_Base):
                 f"gradient_clip_val={trainer.gradient_clip_val} of the Trainer and max_grad_norm={limits[0]} of the optimizer would both "
                 "clip: give one of them."
             )
-        early = any(optimizer.options.overlap == "backward" for optimizer in self.onebit_optimizers)
+        early = any(optimizer.exchange.overlap == "backward" for optimizer in self.onebit_optimizers)
         # a hook of the module's may leave these optimizers out: then the optimizers themselves refuse, when they are clipped
         if early and not _has_own(self.lightning_module, "configure_gradient_clipping"):
             raise self._misconfiguration(
@@ -678,9 +554,7 @@ class OnebitMixin(_Base):
         """Adds the default callback early enough to be set up and restored from a checkpoint like any other."""
         self._withdraw_freeze(trainer)
         fits = trainer.state.fn == "fit"
-        chosen = bool({"freeze_step", "var_freeze_step"} & set(self._options)) or any(
-            isinstance(c, self._freeze_callback) for c in trainer.callbacks
-        )
+        chosen = "freeze_step" in self._options or any(isinstance(c, self._freeze_callback) for c in trainer.callbacks)
         if fits and self._algorithm.warm_up and not chosen:
             self._default_freeze = self._freeze_callback(mode="auto", max_fraction=0.2)
             self._default_freeze.added_by_strategy = True
@@ -702,7 +576,7 @@ class OnebitMixin(_Base):
         rank_zero_info(
             'Nothing says when the dense warm-up ends: added VarianceFreeze(mode="auto", max_fraction=0.2), which ends it when the '
             "learning rate no longer rises, after 10 % of the planned steps at the earliest and 20 % at the latest. Add VarianceFreeze to "
-            "the Trainer's callbacks, or give `freeze_step` (0/1 Adam: `var_freeze_step`), to choose."
+            "the Trainer's callbacks, or give `freeze_step`, to choose."
         )
 
     def _withdraw_freeze(self, trainer: Any) -> None:
@@ -741,7 +615,7 @@ class OnebitMixin(_Base):
         if run is not None and run.dense is not None and sync:
             run.dense.begin()
         # what has been sent in backward can only be followed by the step
-        early = any(compressed.options.overlap == "backward" for compressed in concerned)
+        early = any(compressed.exchange.overlap == "backward" for compressed in concerned)
         with signals_held(self._waiting.append) if early else contextlib.nullcontext():
             self.precision_plugin.backward(closure_loss, self.lightning_module, optimizer, *args, **kwargs)
         if sync and self.lightning_module.automatic_optimization:
@@ -1060,6 +934,24 @@ class OnebitMixin(_Base):
         super().__setstate__({**state, "_run": None, "_made": WeakSet(), "_converted": WeakKeyDictionary()})
 
 
+def _show_options() -> None:
+    """Lets ``help()`` and LightningCLI see the options of all algorithms, and DDP's keywords, as keywords of the strategy."""
+    init: Any = OnebitMixin.__init__
+    vars(init).pop("__signature__", None)
+    kinds = get_type_hints(init)
+    own = [
+        p.replace(annotation=kinds.get(name, p.annotation)) for name, p in inspect.signature(init).parameters.items()
+    ]
+    ddp = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in DDP_KEYWORDS
+    ]
+    init.__signature__ = inspect.Signature([*own[:-1], *option_parameters().values(), *ddp])
+
+
+_show_options()
+when_algorithms_change(_show_options)
+
+
 @dataclass
 class _Run:
     """What lives from ``setup()`` to ``teardown()``."""
@@ -1320,20 +1212,6 @@ def _describe(module: torch.nn.Module) -> list[str]:
 
 def _compact(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.numel() * tensor.element_size() else tensor
-
-
-def _check_hierarchy(hierarchical: Any, ranks_per_node: Any) -> None:
-    if not (isinstance(hierarchical, bool) or hierarchical == "auto"):
-        raise ValueError(f"hierarchical={hierarchical!r} is unknown; choose 'auto', True or False")
-    check_integer("ranks_per_node", ranks_per_node, least=1, optional=True)
-    if hierarchical is False and ranks_per_node not in (None, 1):
-        raise ValueError(
-            f"ranks_per_node={ranks_per_node} has no effect with hierarchical=False; leave one of them out"
-        )
-    if hierarchical is True and ranks_per_node == 1:
-        raise ValueError(
-            "hierarchical=True has no effect with ranks_per_node=1, which leaves nothing to do inside nodes; leave one of them out"
-        )
 
 
 def _listed(options: Mapping[str, Any]) -> str:

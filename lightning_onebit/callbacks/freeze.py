@@ -58,7 +58,7 @@ def bytes_of_steps(optimizer: Any, ranks: int) -> tuple[int, int, int]:
         optimizer: a compressed optimizer, which need not have made a step.
         ranks: number of ranks.
     """
-    topology, size = optimizer.topology, optimizer.options.block_size
+    topology, size = optimizer.topology, optimizer.exchange.block_size
     trained = [(p, group["compress"]) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     ddp = ring_bytes(ranks, sum(p.numel() * p.element_size() for p, _ in trained))
     # with every gradient goes an element that says whether there is one
@@ -453,7 +453,7 @@ class VarianceFreezeMixin:
         if compressed >= LITTLE_GAIN * ddp:
             return (
                 f"{text}. The model is too small to gain: a compressed step sends {compressed:,} bytes, a dense one {ddp:,}, because every "
-                f'tensor fills whole blocks of {optimizer.options.block_size:,} elements. Use `strategy="ddp"`.'
+                f'tensor fills whole blocks of {optimizer.exchange.block_size:,} elements. Use `strategy="ddp"`.'
             )
         if planned is None:
             return f"{text}. The longer the run, the less is sent: up to {ddp / compressed:.3g}x less than by dense averaging."

@@ -36,7 +36,15 @@ from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.agreement import Agreement
 from lightning_onebit.optim.masters import Comparison, adopt_
-from lightning_onebit.optim.options import CommonOptions, check_betas, check_flag, check_number, refuse_ignored
+from lightning_onebit.optim.options import (
+    ExchangeOptions,
+    Options,
+    check_betas,
+    check_flag,
+    check_number,
+    made_options,
+    refuse_ignored,
+)
 from lightning_onebit.optim.torn import Wholeness, signals_held
 
 # lanes of the dense reducer: parameters in the block plan, and those of compress=False groups
@@ -107,11 +115,16 @@ class ArenaOptimizer(torch.optim.Optimizer):
     """
 
     algorithm: ClassVar[str]
+    #: dataclass of the algorithm's options, which are keyword arguments of the constructor
+    options_class: ClassVar[type[Options]] = Options
+    # options of the exchange that would have no effect, with the only value that they may have
+    _fixed_exchange: ClassVar[dict[str, Any]] = {}
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Options, exchange: ExchangeOptions) -> None:
+        # those of the algorithm, for all groups
         self.options = options
-        # options of the algorithm that hold for all groups
-        self.settings = settings
+        self.exchange = exchange
+        self._check_exchange()
         self._plan: Plan | None = None
         self._phase = Phase.WARMUP
         self._steps = 0
@@ -127,7 +140,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         self._reducer: Reducer | None = None
         self._reduced_at: dict[int, int] = {}
         self._names: Mapping[Tensor, str] = {}
-        self._timeout = timedelta(seconds=options.timeout)
+        self._timeout = timedelta(seconds=exchange.timeout)
         self._overlap_dense = True
         # by parameter index (order of param_groups)
         self._params: list[torch.nn.Parameter] = []
@@ -169,8 +182,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
     @property
     def compresses(self) -> bool:
-        """Whether there is anything to compress for: more than one rank, or ``force_compression=True``."""
-        return self._ranks().size > 1 or self.options.force_compression
+        """Whether there is anything to compress for: more than one rank."""
+        return self._ranks().size > 1 or self.exchange._alone
 
     @property
     def topology(self) -> Topology:
@@ -180,7 +193,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
     @property
     def bucket_mb(self) -> float:
         """MB (2**20 bytes) of fp32 gradients in a bucket of the exchange: the option, or its default for the parameters' device."""
-        return self.options.bucket_size(self._device.type)
+        return self.exchange.bucket_size(self._device.type)
 
     @property
     def phase(self) -> Phase:
@@ -247,6 +260,30 @@ class ArenaOptimizer(torch.optim.Optimizer):
         with signals_held(), self._whole.change(what):
             yield
 
+    @classmethod
+    def _given(cls, options: Mapping[str, Any]) -> Any:
+        """The algorithm's options from keyword arguments.
+
+        Raises:
+            TypeError: one that it does not have, or of the wrong type.
+            ValueError: out of range.
+        """
+        return made_options(cls.options_class, cls.__name__, options)
+
+    def _check_exchange(self) -> None:
+        """Refuses options of the exchange that contradict the algorithm, or its options."""
+        name = type(self).__name__
+        for option, only in self._fixed_exchange.items():
+            if (value := getattr(self.exchange, option)) != only:
+                raise ValueError(
+                    f"{option}={value!r} of the exchange cannot take effect in {name}; leave it out ({only!r})"
+                )
+        if self.exchange.overlap == "backward" and self.options.max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm={self.options.max_grad_norm} needs all gradients before the first is sent, overlap='backward' sends them "
+                "as they come; use overlap='step' or leave max_grad_norm out"
+            )
+
     # ----- what an algorithm says about its state ----------------------------------------------------------------------
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -261,7 +298,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             check_number("eps", group["eps"], least=0)
 
     def _options_of_all_groups(self) -> dict[str, Any]:
-        return {**vars(self.options), **self.settings}
+        return {**vars(self.exchange), **vars(self.options)}
 
     def _check_group_keys(self) -> None:
         """Raises where the program has set something in a group since the last step that would be ignored."""
@@ -296,7 +333,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
     def _ranks(self) -> Topology:
         if self._topology is None:
-            self._topology = Topology.create(self.options.process_group)
+            self._topology = Topology.create(self.exchange.process_group)
         return self._topology
 
     @property
@@ -337,7 +374,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             return
         pairs = [(self._params[i], master) for i, master in self._masters.items()]
         # without a look at the gradients the host never waits for a device, and shall not here
-        if self._device.type == "cuda" and self.options.max_consecutive_skips > 0:
+        if self._device.type == "cuda" and self.exchange.on_nonfinite == "skip":
             self._comparison = Comparison(pairs)
         else:
             adopt_(pairs)
@@ -504,7 +541,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
     def _layout(self, kept: dict[int, dict[str, Tensor]]) -> None:
         ranks = self._ranks()
         self._laid_out_for = (ranks.size, ranks.ranks_per_node)
-        self._kernels = get_backend(self.options.kernels, self._device)
+        self._kernels = get_backend(self.exchange.kernels, self._device)
         if not self._segments or sum(self._segments) != len(self._slots):
             self._segments = [len(self._slots)]
         self._plan = self._deal(self._slots[: self._segments[0]])
@@ -520,7 +557,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         """Blocks and buckets of some parameters, as if there were no others."""
         return plan_buckets(
             [self._params[i].numel() for i in indices],
-            block_size=self.options.block_size,
+            block_size=self.exchange.block_size,
             world_size=self._ranks().size,
             bucket_elements=int(self.bucket_mb * 2**20 / 4),
             device=self._device,
@@ -548,7 +585,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
         """A residual with so many blocks of zeros behind its own."""
         values = residual.values
         owed = None if residual.owed is None else torch.cat([residual.owed, residual.owed.new_zeros(blocks)])
-        more = values.new_zeros(blocks * self.options.block_size)
+        more = values.new_zeros(blocks * self.exchange.block_size)
         return Residual(torch.cat([values, more]), owed, residual.settle)
 
     def _packed_state(self) -> dict[str, Any]:
@@ -609,7 +646,7 @@ class ArenaOptimizer(torch.optim.Optimizer):
             self._reducer = Reducer(
                 [self._params[i] for i in indices],
                 self._transport,
-                int(self.options.bucket_size(exchanged=False) * 2**20),
+                int(self.exchange.bucket_size(exchanged=False) * 2**20),
                 overlap=self._overlap_dense,
                 lanes=[PLAN_LANE if i in self._slot_of else DENSE_LANE for i in indices],
             )
@@ -618,10 +655,9 @@ class ArenaOptimizer(torch.optim.Optimizer):
         """The plan in words, one fact per line: what all ranks must agree on (options, phase, groups, layout of the parameters)."""
         ranks = self._ranks()
         lines = [f"algorithm {self.algorithm}", f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node"]
-        left_out = ("process_group", "kernels", "timeout")
-        options = {k: v for k, v in vars(self.options).items() if k not in left_out} | {"bucket_mb": self.bucket_mb}
-        lines += [f"option {name}={value}" for name, value in options.items()]
-        lines += [f"option {name}={value}" for name, value in self.settings.items()]
+        left_out = ("process_group", "kernels", "timeout", "_alone")
+        options = {k: v for k, v in vars(self.exchange).items() if k not in left_out} | {"bucket_mb": self.bucket_mb}
+        lines += [f"option {name}={value}" for name, value in {**options, **vars(self.options)}.items()]
         lines.append(f"phase {self._phase.value} after {self._steps} steps")
         for g, group in enumerate(self.param_groups):
             facts = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names"))
@@ -670,8 +706,8 @@ class ArenaOptimizer(torch.optim.Optimizer):
 
     def _no_residual(self, share: int) -> Residual:
         """Zeros for one of ``share`` equal parts of all blocks."""
-        dtype: torch.dtype = getattr(torch, self.options.residual_dtype)
-        return self._kernels.residual(self._known_plan().blocks // share, self.options.block_size, dtype, self._device)
+        dtype: torch.dtype = getattr(torch, self.exchange.state_dtype)
+        return self._kernels.residual(self._known_plan().blocks // share, self.exchange.block_size, dtype, self._device)
 
     def _residual_of(self, bucket: Bucket) -> Residual:
         return _part(self._worker_residual, bucket, self._ranks().ranks_per_node)

@@ -39,12 +39,14 @@ from lightning_onebit.kernels import BoundSpans, Packed, Residual
 from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.agreement import AGREE_EVERY
 from lightning_onebit.optim.arena import DENSE_LANE, PLAN_LANE, Coefficients, Lookups, Phase
-from lightning_onebit.optim.options import CommonOptions, check_number
+from lightning_onebit.optim.options import ExchangeOptions, Options, check_number
 from lightning_onebit.optim.state import StatefulOptimizer
 from lightning_onebit.optim.torn import signals_held
 
 log = logging.getLogger("lightning_onebit")
 
+#: steps skipped in a row after which a run has diverged: no loss scaler needs as many to find its scale
+MOST_SKIPS = 100
 #: compressed steps in a row with the same gradients on all ranks after which that is no accident
 ALIKE_STEPS = 3
 
@@ -61,13 +63,13 @@ def _give_groups_back() -> None:
     optimizers = list(_alive)
     topologies = [optimizer._topology for optimizer in optimizers if optimizer._topology is not None]
     held = {group for t in topologies for group in (t.group, t.intra_group, t.inter_group)}
-    held |= {optimizer.options.process_group for optimizer in optimizers}
+    held |= {optimizer.exchange.process_group for optimizer in optimizers}
     with torn_down_last([group for group in held if dist.is_available() and isinstance(group, dist.ProcessGroup)]):
         topologies.clear()
         held.clear()
         for optimizer in optimizers:
             optimizer.release_communication()
-            optimizer.options = replace(optimizer.options, process_group=None)
+            optimizer.exchange = replace(optimizer.exchange, process_group=None)
 
 
 class OnebitOptimizer(StatefulOptimizer):
@@ -99,10 +101,8 @@ class OnebitOptimizer(StatefulOptimizer):
             if not name.startswith("_") and name not in vars(wrapper) and callable(getattr(cls, name)):
                 setattr(cls, name, _forwarded(name))
 
-    def __init__(
-        self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any] | None = None
-    ) -> None:
-        super().__init__(params, defaults, options, settings or {})
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Options, exchange: ExchangeOptions) -> None:
+        super().__init__(params, defaults, options, exchange)
         # given the hold on signals that a step begins (by a strategy, which ends it between two batches)
         self._later: Callable[[signals_held], None] | None = None
         # facts of the running step
@@ -149,7 +149,7 @@ class OnebitOptimizer(StatefulOptimizer):
     @property
     def freeze_step(self) -> int | None:
         """Number of dense steps after which compression begins; None: by ``freeze()``."""
-        return self.settings.get("freeze_step")
+        return getattr(self.options, "freeze_step", None)
 
     def dense_steps_after_freeze(self, freeze_step: int, steps: int) -> int:
         """How many steps of a run of ``steps`` that freezes after ``freeze_step`` average gradients densely all the same."""
@@ -328,7 +328,7 @@ class OnebitOptimizer(StatefulOptimizer):
         """
         if self._transport is not None:
             raise RuntimeError("configure_communication(): already in use; call release_communication() first")
-        if self.options.process_group is not None and group is not self.options.process_group:
+        if self.exchange.process_group is not None and group is not self.exchange.process_group:
             raise ValueError(
                 "process_group was given to the optimizer, but the strategy owns the process groups; leave it out"
             )
@@ -450,7 +450,7 @@ class OnebitOptimizer(StatefulOptimizer):
             The norm before clipping, fp32, 0-d.
         """
         check_number("max_norm", max_norm, above=0)
-        if self.options.overlap == "backward":
+        if self.exchange.overlap == "backward":
             raise ValueError(
                 "clip_grad_norm_(): the norm needs all gradients, but overlap='backward' sends them as they come; use overlap='step'"
             )
@@ -479,7 +479,7 @@ class OnebitOptimizer(StatefulOptimizer):
         Raises:
             ValueError: gradients have been sent by then (``overlap="backward"``).
         """
-        if self.options.overlap == "backward":
+        if self.exchange.overlap == "backward":
             raise ValueError(
                 "grad_norm(): the norm needs all gradients, but overlap='backward' sends them as they come; use overlap='step'"
             )
@@ -494,7 +494,7 @@ class OnebitOptimizer(StatefulOptimizer):
         Raises:
             ValueError: ``overlap="backward"``.
         """
-        if self.options.overlap == "backward":
+        if self.exchange.overlap == "backward":
             raise ValueError(
                 f"clipping by value (to {clip_value}) has no effect with overlap='backward', which sends gradients as they come, before "
                 "anything can clip them; use overlap='step'"
@@ -540,8 +540,9 @@ class OnebitOptimizer(StatefulOptimizer):
             What the closure returned.
 
         Raises:
-            FloatingPointError: with this step ``max_consecutive_skips`` steps in a row had a non-finite gradient on some
-                rank (0: this one had); or squares of finite ones that are exchanged overflow fp32 (on CUDA it is said by the next
+            FloatingPointError: with this step 100 steps in a row had a non-finite gradient on some rank (with
+                ``on_nonfinite="raise"``: this one had); or
+                squares of finite ones that are exchanged overflow fp32 (on CUDA it is said by the next
                 step or by ``state_dict()``, whichever comes first; BinSGDM sends no scales, and trains on).
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
@@ -573,7 +574,7 @@ class OnebitOptimizer(StatefulOptimizer):
         if dense and (self._steps + 1) % AGREE_EVERY == 0:
             self._agree()
         self._settle_doubt()
-        self._trusted = self._scales_tell and not dense and self.options.max_consecutive_skips == 0
+        self._trusted = self._scales_tell and not dense and self.exchange.on_nonfinite == "raise"
         already_clipped = self._verdict is not None and self._clipped
         verdict = self._verdict or self._judge(norm=self.options.max_grad_norm is not None)
         self._active = list(verdict.present[: len(self._params)])
@@ -616,7 +617,7 @@ class OnebitOptimizer(StatefulOptimizer):
         has begun in backward is brought to its end.
 
         Raises:
-            FloatingPointError: with this one ``max_consecutive_skips`` steps in a row have been skipped.
+            FloatingPointError: with this one 100 steps in a row have been skipped.
             RuntimeError: gradients are under way compressed (``overlap="backward"``), and residuals have changed with them.
         """
         if self._session is not None:
@@ -650,7 +651,7 @@ class OnebitOptimizer(StatefulOptimizer):
     @property
     def _early(self) -> bool:
         """Whether compressed buckets leave during backward."""
-        return self.options.overlap == "backward" and self._ranks().size > 1
+        return self.exchange.overlap == "backward" and self._ranks().size > 1
 
     @property
     def _sending(self) -> bool:
@@ -824,8 +825,8 @@ class OnebitOptimizer(StatefulOptimizer):
 
     def _raise_overflow(self, step: int) -> None:
         reason = (
-            "a non-finite gradient of some rank has entered the exchange: with max_consecutive_skips=0 nobody looks before. Resume from "
-            "the last checkpoint, with max_consecutive_skips > 0 to skip such steps"
+            "a non-finite gradient of some rank has entered the exchange: with on_nonfinite='raise' nobody looks before. Resume from "
+            "the last checkpoint, with on_nonfinite='skip' to skip such steps"
             if self._trusted
             else "gradients of some rank are finite, but so large that their squares are not (fp32). Resume from the last checkpoint, "
             "with a lower lr or with gradients clipped"
@@ -858,14 +859,14 @@ class OnebitOptimizer(StatefulOptimizer):
                 "step %d skipped on all ranks: a gradient was not finite on at least one of them (further skips are only counted)",
                 self._steps + 1,
             )
-        if self.options.max_consecutive_skips == 0:
+        if self.exchange.on_nonfinite == "raise":
             raise FloatingPointError(
-                f"step {self._steps + 1}: a gradient was not finite on at least one rank, and max_consecutive_skips=0 allows no skip"
+                f"step {self._steps + 1}: a gradient was not finite on at least one rank, and on_nonfinite='raise' allows no skip"
             )
-        if self._skips_in_a_row >= self.options.max_consecutive_skips:
+        if self._skips_in_a_row >= MOST_SKIPS:
             raise FloatingPointError(
-                f"{self._skips_in_a_row} steps in a row were skipped because of non-finite gradients (max_consecutive_skips="
-                f"{self.options.max_consecutive_skips}); the run has diverged: lower lr, clip gradients, or look at the data"
+                f"{self._skips_in_a_row} steps in a row were skipped because of non-finite gradients; the run has diverged: lower lr, clip "
+                "gradients, or look at the data"
             )
 
     def _control_round(self, squares: float, non_finite: int, present: Sequence[bool]) -> Control:

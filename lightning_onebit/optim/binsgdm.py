@@ -4,45 +4,80 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit._choices import Backend, Draws, Overflow, Server, choices
+from lightning_onebit._choices import Recipe, choices
 from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.kernels import Packed, Residual
 from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, DrawKey, draw_hash, draw_key, uniform
 from lightning_onebit.kernels.reference import pack_bits, unpack_bits
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.base import OnebitOptimizer
-from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
+from lightning_onebit.optim.options import ExchangeOptions, Options, check_choice, check_number, takes
 
 log = logging.getLogger("lightning_onebit")
 
-SERVERS = choices(Server)
-DRAWS = choices(Draws)
-OVERFLOWS = choices(Overflow)
-#: how much longer magnitudes are remembered than the momentum, where nothing else is said
+#: how much longer magnitudes are remembered than the momentum: with one worker's few examples m/a would be as noisy as its gradient
 MEMORY = 100.0
 
 
+@dataclass(frozen=True, kw_only=True)
+class BinSGDMOptions(Options):
+    """Options of BinSGDM.
+
+    Attributes:
+        recipe: ``"default"``, or ``"published"``: one beta for both averages, a server that draws, independent draws, what a sign cannot
+            say is dropped, and no floor.
+        denominator_floor: ``phi``, in ``[0, 1]``; None: 1, or 0 by the published recipe. Without it a coordinate that had a gradient once
+            goes on at full speed until its ``a`` underflows, since m and a decay alike.
+        seed: seed of the draws, the same on every rank.
+        max_grad_norm: see ``Options``.
+    """
+
+    recipe: Recipe = "default"
+    denominator_floor: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        super().__post_init__()
+        check_choice("recipe", self.recipe, choices(Recipe))
+        check_number("denominator_floor", self.denominator_floor, least=0, most=1, optional=True)
+        if isinstance(self.seed, bool) or not isinstance(self.seed, int):
+            raise TypeError(f"seed={self.seed!r} must be an integer, not {type(self.seed).__name__}")
+
+    @property
+    def published(self) -> bool:
+        """Whether the rule is the paper's."""
+        return self.recipe == "published"
+
+    @property
+    def phi(self) -> float:
+        """The floor, whether given or the recipe's."""
+        return float(not self.published) if self.denominator_floor is None else float(self.denominator_floor)
+
+
+@takes(BinSGDMOptions)
 class BinSGDM(OnebitOptimizer):
     r"""BinSGDM: randomly binarised normalised momentum; bits only, from the first step, without scales.
 
     ::
 
-        worker:  m_i, a_i = averages of g_i and of |g_i|      # weights fall by beta and by magnitude_beta per step
+        worker:  m_i, a_i = averages of g_i and of |g_i|      # weights fall by beta and by ba = 1 - (1-beta)/100 per step
                  c_i = max(a_i, phi*rms(a_i))                 # rms over a block of a_i
                  u_i = Q(clip(m_i/c_i, -1, 1))                # Q(y) = +1 with probability (1+y)/2, else -1
-                 what the clip takes from m_i falls by magnitude_beta per step instead of beta, until it has been sent
+                 what the clip takes from m_i falls by ba per step instead of beta, until it has been sent
         server:  z = (1/n) sum_i u_i + d ;  ubar = sign(z) ;  d = z - ubar
         all:     x -= lr*wd*x + lr*ubar
 
-    Source: BinSGDM (ICLR 2023 submission), published as Birder (NeurIPS 2023). There, one beta serves both averages, phi is 0
-    and the server draws, ``ubar = Q((1/n) sum_i u_i)``; the longer memory of a, the floor phi, the stratified draws, the overflow
-    that is kept and the server's feedback are this library's own (docs/differences.md says why, and how to turn each off).
+    Source: BinSGDM (ICLR 2023 submission), published as Birder (NeurIPS 2023). There (``recipe="published"``), one beta serves both
+    averages, phi is 0, what the clip takes is lost, and the server draws, ``ubar = Q((1/n) sum_i u_i)``. Draws of successive steps are
+    spread evenly here, so that what a coordinate is moved by in several steps adds up to nearly the sum of its ``m/c``; the
+    paper's are independent. docs/differences says why.
 
     The update has size lr in every coordinate. Randomness is counter-based (a function of seed, step, rank and element),
     so a run, its resume and its twin on another device draw the same bits. A coordinate that has never had a gradient
@@ -54,30 +89,9 @@ class BinSGDM(OnebitOptimizer):
             ``compress=False`` (averaged densely and updated with ``clip(m/c)`` itself, undrawn).
         lr: learning rate; Adam's own to three times that is a good place to search, the larger the more ranks there are.
         beta: decay of m, in ``[0, 1)``.
-        magnitude_beta: decay of a, in ``[0, 1)``; None: a memory a hundred times as long, ``1 - (1-beta)/100``. With ``beta`` itself
-            (the paper) ``m/a`` of one worker is as noisy as its gradient, and stays at 1 after a single gradient.
         weight_decay: decoupled weight decay.
-        server: ``"feedback"`` sends the sign of the mean and keeps what it leaves out for the next step (``4/n`` bytes per
-            element), so that signs add up to the means with an error below 2; ``"random"`` binarises the mean at
-            random (the paper).
-        denominator_floor: ``phi``, in ``[0, 1]``. Without it a coordinate that had a gradient once goes on at full speed until its
-            ``a`` underflows, since m and a decay alike.
-        draws: ``"stratified"``: draws of successive steps spread evenly, so that what a coordinate is moved by in several
-            steps adds up to nearly the sum of its ``m/c``; ``"independent"`` (the paper): its error grows with the root
-            of the number of steps.
-        overflow: ``"keep"``: a sign says at most 1, so where ``|m/c|`` is larger the rest stays in m and falls no faster than a
-            does, until later signs have said it (``|m|`` is at most ``(1-beta)/(1-magnitude_beta)`` times a: 100 times by
-            default); ``"drop"`` (the paper): it falls like the rest of m, so large gradients are lost, which a worker that sees
-            few examples has most. None: ``"keep"`` in groups where it has an effect, ``0 < beta < magnitude_beta``.
-        seed: seed of the draws, the same on every rank.
-        block_size: elements per block of the wire format, a multiple of 32.
-        max_grad_norm: see ``OnebitAdam``, like the options after it.
-        process_group: see ``OnebitAdam``.
-        force_compression: binarise even in a world of one rank.
-        bucket_mb: see ``OnebitAdam``.
-        max_consecutive_skips: see ``OnebitAdam``.
-        kernels: see ``OnebitAdam``.
-        timeout: see ``OnebitAdam``.
+        exchange: how ranks exchange, see ``ExchangeOptions``; ``overlap="backward"`` and ``state_dtype`` cannot take effect.
+        **options: see ``BinSGDMOptions``.
 
     Raises:
         TypeError: an option or parameter of the wrong type.
@@ -88,6 +102,8 @@ class BinSGDM(OnebitOptimizer):
     """
 
     algorithm = "binsgdm"
+    options: BinSGDMOptions
+    _fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step", "state_dtype": "float32"}
     _reads_plain_adam = False
     _scales_tell = False  # there are none
     # of compress=False groups; elsewhere m and a differ by rank (see _rank_state)
@@ -100,28 +116,9 @@ class BinSGDM(OnebitOptimizer):
         beta: float = 0.7,
         weight_decay: float = 0.0,
         *,
-        magnitude_beta: float | None = None,
-        server: Server = "feedback",
-        denominator_floor: float = 1.0,
-        draws: Draws = "stratified",
-        overflow: Overflow | None = None,
-        seed: int = 0,
-        block_size: int = 2048,
-        max_grad_norm: float | None = None,
-        process_group: dist.ProcessGroup | None = None,
-        force_compression: bool = False,
-        bucket_mb: float | None = None,
-        max_consecutive_skips: int = 100,
-        kernels: Backend = "auto",
-        timeout: float = 1800.0,
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
     ) -> None:
-        check_choice("server", server, SERVERS)
-        check_choice("draws", draws, DRAWS)
-        if overflow is not None:
-            check_choice("overflow", overflow, OVERFLOWS)
-        check_number("denominator_floor", denominator_floor, least=0, most=1)
-        if isinstance(seed, bool) or not isinstance(seed, int):
-            raise TypeError(f"seed={seed!r} must be an integer, not {type(seed).__name__}")
         # by bucket: int32 (blocks, words), coordinates that have had a gradient on some rank
         self._live: list[Tensor] = []
         self._merging = False
@@ -129,27 +126,8 @@ class BinSGDM(OnebitOptimizer):
         self._merge_due = False
         # by bucket: the bits of the running step, int32 (blocks, words)
         self._drawn: dict[int, Tensor] = {}
-        super().__init__(
-            params,
-            {"lr": lr, "beta": beta, "magnitude_beta": magnitude_beta, "weight_decay": weight_decay},
-            CommonOptions(
-                block_size=block_size,
-                max_grad_norm=max_grad_norm,
-                process_group=process_group,
-                force_compression=force_compression,
-                bucket_mb=bucket_mb,
-                max_consecutive_skips=max_consecutive_skips,
-                kernels=kernels,
-                timeout=timeout,
-            ),
-            {
-                "server": server,
-                "denominator_floor": float(denominator_floor),
-                "draws": draws,
-                "overflow": overflow,
-                "seed": seed,
-            },
-        )
+        defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay}
+        super().__init__(params, defaults, self._given(options), exchange or ExchangeOptions())
         self._phase = Phase.COMPRESSED
 
     def freeze(self) -> None:
@@ -167,7 +145,7 @@ class BinSGDM(OnebitOptimizer):
         for i in members:
             grad, m, a, x = self._grad(i).float(), self._moment("m", i), self._moment("a", i), self._weight(i)
             m.lerp_(grad, _share(group["beta"], self._t[i] + 1))
-            a.lerp_(grad.abs(), _share(_magnitude_beta(group), self._t[i] + 1))
+            a.lerp_(grad.abs(), _share(self._magnitude_beta(group), self._t[i] + 1))
             c = torch.maximum(a, self._least(a))
             direction = torch.where(c > 0, m / torch.where(c > 0, c, 1.0), 0.0).clamp_(-1.0, 1.0)
             m.add_(m - m.clamp(-c, c), alpha=self._overflow_share(i, ahead=1))
@@ -176,14 +154,14 @@ class BinSGDM(OnebitOptimizer):
     def _overflow_share(self, index: int, ahead: int = 0) -> float:
         """How much more what a sign cannot say has to count now, to fall with a in the next step; ``ahead=1`` before it is counted."""
         group = self._group(index)
-        if self.settings["overflow"] == "drop" or group["beta"] == 0:
+        if self.options.published or group["beta"] == 0:
             return 0.0
         after = max(1, self._t[index] + ahead) + 1
-        return max(0.0, (1 - _share(_magnitude_beta(group), after)) / (1 - _share(group["beta"], after)) - 1)
+        return max(0.0, (1 - _share(self._magnitude_beta(group), after)) / (1 - _share(group["beta"], after)) - 1)
 
     def _least(self, a: Tensor) -> Tensor:
         """Least denominators of a parameter, with the shape and strides of ``a``: phi times the root mean square of a's blocks."""
-        size, phi, least = self.options.block_size, self.settings["denominator_floor"], torch.zeros_like(a)
+        size, phi, least = self.exchange.block_size, self.options.phi, torch.zeros_like(a)
         if phi == 0 or a.numel() == 0:
             return least
         whole = a.numel() // size * size
@@ -263,8 +241,8 @@ class BinSGDM(OnebitOptimizer):
             bucket,
             lambda i: 1.0 - _share(self._group(i)["beta"], self._t[i]),
             lambda i: _share(self._group(i)["beta"], self._t[i]) * self._grad_scale,
-            lambda i: 1.0 - _share(_magnitude_beta(self._group(i)), self._t[i]),
-            lambda i: _share(_magnitude_beta(self._group(i)), self._t[i]) * self._grad_scale,
+            lambda i: 1.0 - _share(self._magnitude_beta(self._group(i)), self._t[i]),
+            lambda i: _share(self._magnitude_beta(self._group(i)), self._t[i]) * self._grad_scale,
             self._overflow_share,
         )
         self._kernels.sample(
@@ -276,7 +254,7 @@ class BinSGDM(OnebitOptimizer):
             m=self._shard(bucket, "m"),
             a=self._shard(bucket, "a"),
             # a hierarchical exchange has the nodes for workers, and each element of a node is drawn by one of its ranks
-            phi=self.settings["denominator_floor"],
+            phi=self.options.phi,
             key=self._key(ranks.node, WORKER_STREAM),
             first_block=bucket.first_block + lo,
             out=out,
@@ -306,9 +284,7 @@ class BinSGDM(OnebitOptimizer):
         return out.view(torch.uint8).view(-1)
 
     def _key(self, rank: int, stream: int) -> DrawKey:
-        return draw_key(
-            self.settings["seed"], self._steps + 1, rank, stream, stratified=self.settings["draws"] == "stratified"
-        )
+        return draw_key(self.options.seed, self._steps + 1, rank, stream, stratified=not self.options.published)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """uint8 ``(size, reply bytes)``: ``block_size/8`` bytes per block."""
@@ -330,13 +306,10 @@ class BinSGDM(OnebitOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         check_number("beta", group["beta"], least=0, below=1)
-        check_number("magnitude_beta", group["magnitude_beta"], least=0, below=1, optional=True)
-        magnitude_beta = _magnitude_beta(group)
-        if self.settings["overflow"] == "keep" and not 0 < group["beta"] < magnitude_beta:
-            raise ValueError(
-                f"overflow='keep' keeps in m what signs cannot say until a has forgotten it, which has no effect with beta={group['beta']} "
-                f"and magnitude_beta={magnitude_beta:g}: leave overflow out, or choose 0 < beta < magnitude_beta"
-            )
+
+    def _magnitude_beta(self, group: dict[str, Any]) -> float:
+        """Decay of a."""
+        return float(group["beta"] if self.options.published else 1.0 - (1.0 - group["beta"]) / MEMORY)
 
     def _begin_exchange(self) -> None:
         self._drawn = {}
@@ -350,7 +323,7 @@ class BinSGDM(OnebitOptimizer):
 
     @property
     def _feeds_back(self) -> bool:
-        return bool(self.settings["server"] == "feedback")
+        return not self.options.published
 
     def _takes_new_parameters(self) -> bool:
         return True  # there is no warm-up that a newcomer could have missed
@@ -394,8 +367,8 @@ class BinSGDM(OnebitOptimizer):
 
     def _first_feedback(self) -> Tensor:
         """Uniform draws in (-1, 1): from zero, all coordinates whose votes cancel would go up and down together."""
-        size = self.options.block_size
-        key = draw_key(self.settings["seed"], 0, 0, SERVER_STREAM, stratified=False)
+        size = self.exchange.block_size
+        key = draw_key(self.options.seed, 0, 0, SERVER_STREAM, stratified=False)
         parts = [torch.zeros(0, dtype=torch.float32, device=self._device)]
         for bucket in self._buckets():
             first, last = self._chunk_blocks(bucket)
@@ -406,7 +379,7 @@ class BinSGDM(OnebitOptimizer):
 
     def _set_live(self, flat: Tensor) -> None:
         """Packs the bitmap of live coordinates from bools over all blocks."""
-        words = self.options.block_size // 32
+        words = self.exchange.block_size // 32
         self._live = [
             torch.zeros((bucket.blocks, words), dtype=torch.int32, device=self._device) for bucket in self._buckets()
         ]
@@ -466,11 +439,6 @@ class BinSGDM(OnebitOptimizer):
         self._cold = self._never_live() if self._steps else set()
         if self._transport is not None:
             self._renew_reducer()
-
-
-def _magnitude_beta(group: dict[str, Any]) -> float:
-    given = group["magnitude_beta"]
-    return float(1.0 - (1.0 - group["beta"]) / MEMORY if given is None else given)
 
 
 def _share(beta: float, step: int) -> float:

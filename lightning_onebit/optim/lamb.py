@@ -3,38 +3,93 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit._choices import Backend, Overlap, StateDtype
 from lightning_onebit.comm import Bucket, Plan, memory_order
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.late import LateParameters
-from lightning_onebit.optim.options import CommonOptions, check_number
+from lightning_onebit.optim.moments import MomentOptions
+from lightning_onebit.optim.options import ExchangeOptions, check_number, takes
 from lightning_onebit.optim.rules import dense_lamb_, floor_second_moment_
 
 # Per-parameter scalars, by their names in a checkpoint, with their first values: c_avg, r (the last f) and c of the last step
 _SCALARS = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
 
 
+@dataclass(frozen=True, kw_only=True)
+class LambCoefficients:
+    """How the frozen trust ratios of 1-bit LAMB are averaged and corrected; defaults as published.
+
+    Attributes:
+        beta: decay of the average of trust ratios that freezes, in ``[0, 1)``.
+        factor_min: lower clip of the correction f, >= 0, at most ``factor_max``.
+        factor_max: upper clip of the correction f, > 0.
+        threshold: how much f may change in one step, relative, >= 0.
+    """
+
+    beta: float = 0.9
+    factor_min: float = 0.5
+    factor_max: float = 4.0
+    threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Checks every coefficient."""
+        check_number("beta", self.beta, least=0, below=1)
+        check_number("factor_max", self.factor_max, above=0)
+        check_number("factor_min", self.factor_min, least=0, most=self.factor_max)
+        check_number("threshold", self.threshold, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambOptions(MomentOptions):
+    """Options of 1-bit LAMB.
+
+    Attributes:
+        trust_clip: ``(low, high)``, between which trust ratios are clipped, ``0 <= low <= high``, ``high > 0``.
+        coefficients: how trust ratios are averaged and corrected.
+        freeze_step: see ``MomentOptions``.
+        bias_correction: see ``MomentOptions``.
+        denominator_floor: see ``MomentOptions``.
+        max_grad_norm: see ``Options``.
+    """
+
+    trust_clip: tuple[float, float] = (0.01, 10.0)
+    coefficients: LambCoefficients = LambCoefficients()
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        super().__post_init__()
+        if not isinstance(self.trust_clip, (tuple, list)) or len(self.trust_clip) != 2:
+            raise TypeError(f"trust_clip={self.trust_clip!r} must be a pair of numbers (low, high)")
+        low, high = self.trust_clip
+        check_number("trust_clip[1]", high, above=0)
+        check_number("trust_clip[0]", low, least=0, most=high)
+        if not isinstance(self.coefficients, LambCoefficients):
+            raise TypeError(
+                f"coefficients={self.coefficients!r} must be a LambCoefficients, not {type(self.coefficients).__name__}"
+            )
+
+
+@takes(LambOptions)
 class OnebitLamb(LateParameters):
     r"""1-bit LAMB: layer-wise adaptive steps, frozen second moments, and one bit per coordinate in the exchange.
 
     Warm-up, per parameter tensor (this is LAMB)::
 
-        u = mhat / (sqrt(vhat) + eps) + wd*x ;  c = clip(||x|| / ||u||, min_coeff, max_coeff), 1 if a norm is 0 ;  x -= lr*c*u
-        c_avg = coeff_beta*c_avg + (1-coeff_beta)*c  (if c != 1)
+        u = mhat / (sqrt(vhat) + eps) + wd*x ;  c = clip(||x|| / ||u||, *trust_clip), 1 if a norm is 0 ;  x -= lr*c*u
+        c_avg = beta*c_avg + (1-beta)*c  (if c != 1)
 
     Compressed stage, with ``D = sqrt(vhat_freeze) + eps``::
 
         m = exchange(b1 m + (1-b1) g_i) ;  ghat = (m - b1 m_old)/(1-b1) ;  vfresh = b2 vfresh + (1-b2) ghat^2
         f = max_j D_j / Dfresh_j ;  k = min(1, ||up||/||u||) ;  f = f*k + (1-k)  (if wd > 0)
-        f = clip(clip(f, factor_min, factor_max), r(1-factor_threshold), r(1+factor_threshold)) ;  r = f
+        f = clip(clip(f, factor_min, factor_max), r(1-threshold), r(1+threshold)) ;  r = f
         x -= lr * c_avg*f * u ,  up = mhat/D ,  u = up + wd*x
 
     Two passes over a step: ``f`` needs norms of the whole tensor.
@@ -43,40 +98,23 @@ class OnebitLamb(LateParameters):
 
     Args:
         params: parameters or parameter groups (see ``OnebitAdam``).
-        lr: learning rate; LAMB's own recipe for BERT-Large is 11e-3 with ``weight_decay=0.01``, ``max_coeff=0.3``.
+        lr: learning rate; LAMB's own recipe for BERT-Large is 11e-3 with ``weight_decay=0.01``, ``trust_clip=(0.01, 0.3)``.
         betas: decay of the first and second moment.
         eps: added to the denominator.
         weight_decay: decay inside LAMB's update ``u`` (never inside a compressed quantity).
-        freeze_step: number of dense steps, >= 1; None: by ``freeze()``.
-        max_coeff: upper clip of the trust ratio, > 0.
-        min_coeff: lower clip of the trust ratio, >= 0, at most ``max_coeff``.
-        coeff_beta: decay of the average of trust ratios that freezes, in ``[0, 1)``.
-        factor_max: upper clip of the correction f, > 0.
-        factor_min: lower clip of the correction f, >= 0, at most ``factor_max``.
-        factor_threshold: how much f may change in one step, relative, >= 0.
-        bias_correction: as in ``OnebitAdam``.
-        block_size: as in ``OnebitAdam``, like the options after it.
-        max_grad_norm: see ``OnebitAdam``.
-        denominator_floor: see ``OnebitAdam``.
-        process_group: see ``OnebitAdam``.
-        force_compression: see ``OnebitAdam``.
-        bucket_mb: see ``OnebitAdam``.
-        max_consecutive_skips: see ``OnebitAdam``.
-        kernels: see ``OnebitAdam``.
-        timeout: see ``OnebitAdam``.
-        overlap: see ``OnebitAdam``.
-        residual_dtype: see ``OnebitAdam``.
-        denominator_dtype: see ``OnebitAdam``.
+        exchange: how ranks exchange, see ``ExchangeOptions``.
+        **options: see ``LambOptions``.
 
     Raises:
         TypeError: an option or parameter of the wrong type.
         ValueError: an option out of range.
 
     Example:
-        >>> optimizer = OnebitLamb(model.parameters(), lr=11e-3, weight_decay=0.01, max_coeff=0.3, freeze_step=1000)
+        >>> optimizer = OnebitLamb(model.parameters(), lr=11e-3, weight_decay=0.01, trust_clip=(0.01, 0.3), freeze_step=1000)
     """
 
     algorithm = "onebit_lamb"
+    options: LambOptions
     _replicated: ClassVar[dict[str, str]] = {**LateParameters._replicated, "exp_avg_sq_fresh": "fresh"}
 
     def __init__(
@@ -87,33 +125,9 @@ class OnebitLamb(LateParameters):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        freeze_step: int | None = None,
-        max_coeff: float = 10.0,
-        min_coeff: float = 0.01,
-        coeff_beta: float = 0.9,
-        factor_max: float = 4.0,
-        factor_min: float = 0.5,
-        factor_threshold: float = 0.1,
-        bias_correction: bool = True,
-        block_size: int = 2048,
-        max_grad_norm: float | None = None,
-        denominator_floor: float = 0.1,
-        process_group: dist.ProcessGroup | None = None,
-        force_compression: bool = False,
-        bucket_mb: float | None = None,
-        max_consecutive_skips: int = 100,
-        kernels: Backend = "auto",
-        timeout: float = 1800.0,
-        overlap: Overlap = "step",
-        residual_dtype: StateDtype = "float32",
-        denominator_dtype: StateDtype = "float32",
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
     ) -> None:
-        check_number("max_coeff", max_coeff, above=0)
-        check_number("min_coeff", min_coeff, least=0, most=max_coeff)
-        check_number("coeff_beta", coeff_beta, least=0, below=1)
-        check_number("factor_max", factor_max, above=0)
-        check_number("factor_min", factor_min, least=0, most=factor_max)
-        check_number("factor_threshold", factor_threshold, least=0)
         # per parameter: see _SCALARS; fp64, on the parameters' device
         self._scalars: dict[str, Tensor] = {}
         # by bucket, between the two passes of a step: partial norms, and the result where the momentum is kept unpacked
@@ -121,34 +135,8 @@ class OnebitLamb(LateParameters):
         self._exchanged: dict[int, Packed] = {}
         # of a plan: runs of blocks (of a slot each, or padding), and where the runs of all slots are among them
         self._lengths_of: tuple[Plan, Tensor, Tensor] | None = None
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            CommonOptions(
-                block_size=block_size,
-                max_grad_norm=max_grad_norm,
-                process_group=process_group,
-                force_compression=force_compression,
-                bucket_mb=bucket_mb,
-                max_consecutive_skips=max_consecutive_skips,
-                kernels=kernels,
-                timeout=timeout,
-                overlap=overlap,
-                residual_dtype=residual_dtype,
-                denominator_dtype=denominator_dtype,
-            ),
-            {
-                "freeze_step": freeze_step,
-                "bias_correction": bias_correction,
-                "denominator_floor": denominator_floor,
-                "max_coeff": max_coeff,
-                "min_coeff": min_coeff,
-                "coeff_beta": coeff_beta,
-                "factor_max": factor_max,
-                "factor_min": factor_min,
-                "factor_threshold": factor_threshold,
-            },
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, self._given(options), exchange or ExchangeOptions())
 
     def get_lamb_coeffs(self) -> dict[str, float]:
         """The coefficients c of the last step.
@@ -174,7 +162,7 @@ class OnebitLamb(LateParameters):
             self._scalars[name] = scalars
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
-        settings = self.settings
+        options = self.options
         coeffs = dense_lamb_(
             [self._weight(i) for i in members],
             [self._grad(i) for i in members],
@@ -185,12 +173,12 @@ class OnebitLamb(LateParameters):
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            bias_correction=settings["bias_correction"],
-            clip=(settings["min_coeff"], settings["max_coeff"]),
+            bias_correction=options.bias_correction,
+            clip=options.trust_clip,
             norms=self._kernels.norms,
         )
         index = upload(members, self._device)
-        beta = settings["coeff_beta"]
+        beta = options.coefficients.beta
         average = self._scalars["coeff_average"][index]
         average = torch.where(coeffs != 1, beta * average + (1 - beta) * coeffs, average)
         self._scalars["coeff_average"][index] = average
@@ -236,7 +224,7 @@ class OnebitLamb(LateParameters):
     def _take_in(self, index: int, state: dict[str, Tensor]) -> None:
         if "fresh" in self._flat:
             fresh = self._part(self._flat["fresh"], self._slot_of[index])
-            floor_second_moment_(fresh.copy_(memory_order(state["v"])), phi=self.settings["denominator_floor"])
+            floor_second_moment_(fresh.copy_(memory_order(state["v"])), phi=self.options.denominator_floor)
             self._default_ratios([index])
         super()._take_in(index, state)
 
@@ -308,7 +296,7 @@ class OnebitLamb(LateParameters):
 
     def _corrected_coefficients(self) -> Tensor:
         """``c_avg*f`` per slot, fp64, from the blocks' partial norms in a fixed order."""
-        s = self.settings
+        s = self.options.coefficients
         (up, u), largest = self._per_slot_norms()
         factor = torch.where(largest > 0, largest, torch.ones_like(largest))
         k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
@@ -316,10 +304,8 @@ class OnebitLamb(LateParameters):
         factor = torch.where(decays, factor * k + (1 - k), factor)
         index = upload(self._slots, self._device)
         last = self._scalars["last_factor"][index]
-        factor = factor.clamp(s["factor_min"], s["factor_max"])
-        factor = torch.minimum(
-            torch.maximum(factor, last * (1 - s["factor_threshold"])), last * (1 + s["factor_threshold"])
-        )
+        factor = factor.clamp(s.factor_min, s.factor_max)
+        factor = torch.minimum(torch.maximum(factor, last * (1 - s.threshold)), last * (1 + s.threshold))
         active = upload([self._active[i] for i in self._slots], self._device)
         self._scalars["last_factor"][index] = torch.where(active, factor, last)
         return self._scalars["coeff_average"][index] * factor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.arena import Coefficients, Phase
 from lightning_onebit.optim.base import OnebitOptimizer
 from lightning_onebit.optim.compact import Inversion, compact
-from lightning_onebit.optim.options import CommonOptions, check_flag, check_integer, check_number
+from lightning_onebit.optim.options import ExchangeOptions, Options, check_flag, check_integer, check_number
 from lightning_onebit.optim.rules import (
     dense_adamw_,
     floor_second_moment_,
@@ -29,26 +30,48 @@ from lightning_onebit.optim.rules import (
 EXACT = "_exact"
 
 
+@dataclass(frozen=True, kw_only=True)
+class MomentOptions(Options):
+    """Options of the algorithms whose second moments freeze.
+
+    Attributes:
+        freeze_step: number of dense steps, >= 1; None: the switch is made by ``freeze()`` (``callbacks.VarianceFreeze`` does it).
+            The published hand rule is 15-25 % of all steps.
+        bias_correction: True means what torch's AdamW means; False gives the published recipe.
+        denominator_floor: ``phi``; denominators of coordinates with (almost) no gradient are at least phi times the root of their
+            tensor's mean second moment (of those that are not 0).
+        max_grad_norm: see ``Options``.
+    """
+
+    freeze_step: int | None = None
+    bias_correction: bool = True
+    denominator_floor: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        super().__post_init__()
+        check_integer("freeze_step", self.freeze_step, least=1, optional=True)
+        check_flag("bias_correction", self.bias_correction)
+        check_number("denominator_floor", self.denominator_floor, least=0, most=1)
+
+
 @shown_as("OnebitOptimizer")
 class AdamMoments(OnebitOptimizer):
     """Base of the optimizers whose second moments freeze; see ``OnebitAdam`` for the options."""
 
     _has_dense_warm_up = True
+    options: MomentOptions
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
-        for name in ("freeze_step", "var_freeze_step"):
-            check_integer(name, settings.get(name), least=1, optional=True)
-        check_flag("bias_correction", settings["bias_correction"])
-        check_number("denominator_floor", settings["denominator_floor"], least=0, most=1)
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Options, exchange: ExchangeOptions) -> None:
         # by parameter index: updates of a second moment that froze, or is refreshed now and then (0/1 Adam); without an entry
         # it has been updated at every step of its parameter
         self._variance_steps: dict[int, float] = {}
-        super().__init__(params, defaults, options, settings)
+        super().__init__(params, defaults, options, exchange)
 
     @property
     def _preconditioned(self) -> bool:
         """Whether the momentum travels divided by its denominators now, in the units of the step that it makes."""
-        return self.settings.get("preconditioned") is True
+        return False
 
     def _dense_update(self, group: dict[str, Any], members: list[int]) -> None:
         dense_adamw_(
@@ -61,7 +84,7 @@ class AdamMoments(OnebitOptimizer):
             betas=group["betas"],
             eps=group["eps"],
             weight_decay=group["weight_decay"],
-            bias_correction=self.settings["bias_correction"],
+            bias_correction=self.options.bias_correction,
         )
 
     def _learn(self, index: int, updates: float = 1.0) -> None:
@@ -134,7 +157,7 @@ class AdamMoments(OnebitOptimizer):
     @property
     def _reciprocal_dtype(self) -> torch.dtype:
         """In which reciprocal denominators are kept."""
-        dtype: torch.dtype = getattr(torch, self.options.denominator_dtype)
+        dtype: torch.dtype = getattr(torch, self.exchange.state_dtype)
         return dtype
 
     def _invert(self, v: Tensor, out: Tensor) -> None:
@@ -151,7 +174,7 @@ class AdamMoments(OnebitOptimizer):
         known = reciprocal_denominator_(
             v,
             out,
-            phi=self.settings["denominator_floor"],
+            phi=self.options.denominator_floor,
             eps=self._group(i)["eps"],
             correction=self._second_correction(i),
         )
@@ -163,17 +186,17 @@ class AdamMoments(OnebitOptimizer):
     def _floored(self, v: Tensor) -> None:
         """Applies the denominator rule's floor to second moments (flat over all blocks) in place."""
         for slot in range(len(self._slots)):
-            floor_second_moment_(self._part(v, slot), phi=self.settings["denominator_floor"])
+            floor_second_moment_(self._part(v, slot), phi=self.options.denominator_floor)
 
     def _first_correction(self, index: int, ahead: int = 0) -> float:
         """``1 - b1**t``, or 1 without bias correction; ``ahead=1`` before the step has been counted."""
-        if not self.settings["bias_correction"]:
+        if not self.options.bias_correction:
             return 1.0
         return 1.0 - self._group(index)["betas"][0] ** max(1, self._t[index] + ahead)
 
     def _second_correction(self, index: int) -> float:
         """``1 - b2**k`` with k the updates that v has had, or 1 without bias correction."""
-        if not self.settings["bias_correction"]:
+        if not self.options.bias_correction:
             return 1.0
         return 1.0 - self._group(index)["betas"][1] ** max(1, self._variance_steps.get(index, self._t[index]))
 
@@ -212,7 +235,7 @@ class AdamMoments(OnebitOptimizer):
         memory_order(moments["exp_avg"]).masked_fill_(r == 0, 0.0)
         if "v" in self._flat:
             v = memory_order(moments["exp_avg_sq"])
-            floor_second_moment_(v, phi=self.settings["denominator_floor"])
+            floor_second_moment_(v, phi=self.options.denominator_floor)
         else:
             correction = self._second_correction(index)
             v = second_moment_from_reciprocal(r, eps=self._group(index)["eps"], correction=correction)
@@ -247,7 +270,7 @@ class AdamMoments(OnebitOptimizer):
 
     def _age(self, index: int) -> float:
         """What makes a second moment of few updates one of ``t`` updates with the same bias-corrected value."""
-        if not self.settings["bias_correction"]:
+        if not self.options.bias_correction:
             return 1.0
         return (1.0 - self._group(index)["betas"][1] ** max(1, self._t[index])) / self._second_correction(index)
 
@@ -258,7 +281,7 @@ class AdamMoments(OnebitOptimizer):
         inversions = {
             i: Inversion(self._group(i)["eps"], self._age(i) * self._second_correction(i)) for i in self._slots
         }
-        return compact(packed, inversions, self.options.block_size)
+        return compact(packed, inversions, self.exchange.block_size)
 
     def _books(self) -> dict[str, Any]:
         return {**super()._books(), "variance_steps": dict(self._variance_steps)}

@@ -1,16 +1,18 @@
-"""Options that all optimizers share, checked where they are given."""
+"""Options: those of the exchange, what those of an algorithm have in common, and the checks of single values."""
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 import torch.distributed as dist
 
-from lightning_onebit._choices import Backend, Overlap, StateDtype, choices
+from lightning_onebit._choices import Backend, OnNonfinite, Overlap, StateDtype, choices
 from lightning_onebit.comm import SimulatedGroup
 from lightning_onebit.kernels import BACKENDS
 
@@ -129,69 +131,61 @@ def _is_group(value: Any) -> bool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CommonOptions:
-    """Options of every optimizer; validated on construction.
+class ExchangeOptions:
+    """How ranks exchange, whatever the algorithm. Give it to an optimizer or to the strategy as ``exchange``.
 
     Attributes:
         block_size: elements that share one scale, a multiple of 32.
-        max_grad_norm: clip the global gradient norm (see docs/algorithms); None: no clipping.
-        process_group: ranks that train together; None: the default group.
-        force_compression: compress even in a world of one rank (for tests and measurements).
-        bucket_mb: about how many MB (2**20 bytes) of fp32 gradients one bucket carries; None: see ``bucket_size``.
-        max_consecutive_skips: the error comes with this many steps in a row skipped because of non-finite gradients; 0: with
-            the first such gradient, see ``OnebitAdam``.
-        kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``.
-        timeout: seconds that a rank waits for the others in one collective.
+        bucket_mb: about how many MB (2**20 bytes) of fp32 gradients one bucket carries. None: 16; on a CUDA device 64, because launching
+            kernels costs the host more than their work costs the device, but 16 where buckets leave in the midst of backward.
         overlap: ``"step"`` pipelines the exchange within ``step()``; ``"backward"`` sends a bucket as soon as its last
-            gradient has landed. The latter excludes what needs all gradients first or changes them: clipping and skipping a step
-            (a non-finite gradient is then an error on all ranks); parameters that are trainable but get no gradient
+            gradient has landed (1-bit Adam and 1-bit LAMB). The latter excludes what needs all gradients first or changes them: clipping
+            and skipping a step (a non-finite gradient is then an error on all ranks); parameters that are trainable but get no gradient
             count as zero gradients.
-        residual_dtype: ``"float32"``, or ``"bfloat16"`` to halve the residuals' memory at some cost in accuracy.
-        denominator_dtype: ``"float32"``, or ``"bfloat16"`` to halve the memory of the frozen reciprocal denominators, which are then
-            right to 1 part in 256.
+        state_dtype: of residuals and of frozen denominators, ``"float32"``, or ``"bfloat16"`` to halve their memory. A
+            coordinate's step is then off by a constant factor of at most 1 + 2**-8 until the next refresh. BinSGDM has neither.
+        on_nonfinite: ``"skip"`` a step on all ranks alike if a gradient of any rank is not finite (an error after 100 in a row), or
+            ``"raise"`` at the first one. 1-bit Adam and 1-bit LAMB then find it by what the exchange brings, instead of looking at all
+            gradients before.
+        kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``; all give the same bits.
+        timeout: seconds that a rank waits for the others in one collective.
+        process_group: ranks that train together; None: the default group. A strategy makes groups itself.
+
+    Raises:
+        TypeError: an option of the wrong type.
+        ValueError: an option out of range; the message names it, its value and the range.
+
+    Example:
+        >>> OnebitAdam(model.parameters(), exchange=ExchangeOptions(block_size=4096, overlap="backward"))
     """
 
     block_size: int = 2048
-    max_grad_norm: float | None = None
-    process_group: dist.ProcessGroup | None = None
-    force_compression: bool = False
     bucket_mb: float | None = None
-    max_consecutive_skips: int = 100
+    overlap: Overlap = "step"
+    state_dtype: StateDtype = "float32"
+    on_nonfinite: OnNonfinite = "skip"
     kernels: Backend = "auto"
     timeout: float = 1800.0
-    overlap: Overlap = "step"
-    residual_dtype: StateDtype = "float32"
-    denominator_dtype: StateDtype = "float32"
+    process_group: Any = None
+    # compress in a world of one rank too, for tests and measurements
+    _alone: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Checks every option.
-
-        Raises:
-            TypeError: an option of the wrong type.
-            ValueError: an option out of range.
-        """
+        """Checks every option."""
         check_integer("block_size", self.block_size, least=32)
         if self.block_size % 32:
             raise ValueError(f"block_size={self.block_size} must be a multiple of 32 (one word of sign bits); try 2048")
-        check_number("max_grad_norm", self.max_grad_norm, above=0, optional=True)
         if self.process_group is not None and not _is_group(self.process_group):
             raise TypeError(
                 f"process_group={self.process_group!r} must be a group of torch.distributed that this process is a member of, or None "
                 f"for the default group, not {type(self.process_group).__name__}"
             )
-        check_flag("force_compression", self.force_compression)
         check_number("bucket_mb", self.bucket_mb, above=0, most=LARGEST_BUCKET_MB, optional=True)
-        check_integer("max_consecutive_skips", self.max_consecutive_skips, least=0)
+        check_choice("overlap", self.overlap, choices(Overlap))
+        check_choice("state_dtype", self.state_dtype, choices(StateDtype))
+        check_choice("on_nonfinite", self.on_nonfinite, choices(OnNonfinite))
         check_choice("kernels", self.kernels, BACKENDS)
         check_number("timeout", self.timeout, above=0, most=LONGEST_WAIT)
-        check_choice("overlap", self.overlap, choices(Overlap))
-        check_choice("residual_dtype", self.residual_dtype, choices(StateDtype))
-        check_choice("denominator_dtype", self.denominator_dtype, choices(StateDtype))
-        if self.overlap == "backward" and self.max_grad_norm is not None:
-            raise ValueError(
-                f"max_grad_norm={self.max_grad_norm} needs all gradients before the first is sent, overlap='backward' sends them as they "
-                "come; use overlap='step' or leave max_grad_norm out"
-            )
 
     def bucket_size(self, device_type: str = "cpu", *, exchanged: bool = True) -> float:
         """MB of fp32 gradients in a bucket: ``bucket_mb``, or its default.
@@ -204,3 +198,72 @@ class CommonOptions:
             return self.bucket_mb
         waits = exchanged and self.overlap == "step"
         return CUDA_BUCKET_MB if waits and device_type == "cuda" else BUCKET_MB
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every algorithm can be told besides its hyperparameters. A subclass adds what is its own, and checks it.
+
+    Attributes:
+        max_grad_norm: clips the global norm (of the averaged gradient in dense steps, ``sqrt((1/n) sum_i ||g_i||^2)``
+            in compressed ones); None: no clipping.
+    """
+
+    max_grad_norm: float | None = None
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        check_number("max_grad_norm", self.max_grad_norm, above=0, optional=True)
+
+    def changed(self) -> dict[str, Any]:
+        """What differs from the defaults, by name."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
+
+def as_parameters(options: type[Options]) -> list[inspect.Parameter]:
+    """The fields of a dataclass as keyword-only parameters, with their types and defaults."""
+    kinds = get_type_hints(options)
+    public = [f for f in fields(options) if not f.name.startswith("_")]
+    return [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=kinds[f.name])
+        for f in public
+    ]
+
+
+_Made = TypeVar("_Made", bound=type)
+
+
+def takes(options: type[Options]) -> Callable[[_Made], _Made]:
+    """Makes the fields of a dataclass keyword arguments of an optimizer's constructor, which takes them as ``**options``.
+
+    ``help()``, ``inspect.signature()`` and command lines see them with their types and defaults.
+    """
+
+    def decorate(cls: _Made) -> _Made:
+        init: Any = cls.__init__  # type: ignore[misc]
+        kinds = get_type_hints(init)
+        own = [
+            p.replace(annotation=kinds.get(p.name, p.annotation)) for p in inspect.signature(init).parameters.values()
+        ]
+        *own, exchange = [p for p in own if p.kind is not p.VAR_KEYWORD]
+        init.__signature__ = inspect.Signature([*own, *as_parameters(options), exchange])
+        cls.options_class = options  # type: ignore[attr-defined]
+        return cls
+
+    return decorate
+
+
+def made_options(kind: type[Options], optimizer: str, given: Mapping[str, Any]) -> Options:
+    """The options of an algorithm from keyword arguments.
+
+    Raises:
+        TypeError: a keyword that it does not have; the message has near matches.
+    """
+    known = [f.name for f in fields(kind)]
+    for name, value in given.items():
+        if name not in known:
+            where = {f.name: "exchange=ExchangeOptions({}=...)" for f in fields(ExchangeOptions)}
+            near = [where[name].format(name)] if name in where else difflib.get_close_matches(name, known, n=2)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise TypeError(f"{optimizer}() got an unexpected keyword argument {name}={value!r}{hint}")
+    return kind(**given)

@@ -9,8 +9,8 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from lightning_onebit._choices import LocalStepPolicy, choices
-from lightning_onebit.optim.options import check_integer
+from lightning_onebit._choices import GapRule, choices
+from lightning_onebit.optim.options import check_choice, check_integer
 
 #: refreshes after which the gap to the next doubles, as published; none counts for more than one part in as many of a second moment, and
 #: after the freeze no more than one step in as many is one
@@ -27,7 +27,7 @@ class VariancePolicy:
     2202.06009, section 6.
 
     Attributes:
-        scaler: refreshes after which the gap doubles (``var_update_scaler``).
+        scaler: refreshes after which the gap doubles.
         frozen: whether second moments have frozen: gaps are 16 at least from there on, so that most steps are compressed.
         interval: steps from any refresh to the next one, in the place of the schedule; None: the schedule.
         last_step: the last step in which second moments have learned; 0 before the first.
@@ -179,7 +179,7 @@ class _SyncBase:
     """Steps since the last synchronisation; subclasses say how long the gap may grow.
 
     Attributes:
-        clipper: largest gap (``local_step_clipper``).
+        clipper: largest gap (``LocalSteps.max_gap``).
         frozen_at: last step before the local steps.
         frozen_lr: learning rate then.
         since: steps since the last synchronisation.
@@ -214,7 +214,7 @@ class IntervalPolicy(_SyncBase):
     """``gap(t) = min(clipper, 2**floor((t - frozen_at - 1) / scaler))``.
 
     Attributes:
-        scaler: steps after which the gap doubles (``local_step_scaler``).
+        scaler: steps after which the gap doubles (``LocalSteps.double_every``).
 
     Example:
         >>> policy = IntervalPolicy(clipper=16, scaler=100)
@@ -252,44 +252,71 @@ class LearningRatePolicy(_SyncBase):
         return min(self.clipper, 2 ** min(30, math.floor(math.log2(self.frozen_lr / lr) + 1e-9)))
 
 
-LOCAL_STEP_POLICIES = choices(LocalStepPolicy)
+@dataclass(frozen=True, kw_only=True)
+class LocalSteps:
+    """How rarely the ranks of 0/1 Adam synchronise after its freeze.
+
+    Attributes:
+        max_gap: most steps from one synchronisation to the next, >= 1; 1: no local steps, and no memory for them.
+        double_every: steps after which the gap doubles, >= 1, or ``"lr_halving"``: it doubles each time lr has halved since the freeze.
+    """
+
+    max_gap: int = 16
+    double_every: int | GapRule = 32768
+
+    def __post_init__(self) -> None:
+        """Checks both."""
+        check_integer("max_gap", self.max_gap, least=1)
+        if isinstance(self.double_every, str):
+            check_choice("double_every", self.double_every, choices(GapRule))
+        else:
+            check_integer("double_every", self.double_every, least=1)
+        if self.max_gap == 1 and self.double_every != type(self).double_every:
+            raise ValueError(
+                f"double_every={self.double_every!r} has no effect with max_gap=1, which means no local steps; leave it out, or allow "
+                "larger gaps"
+            )
 
 
-def make_sync_policy(name: str, *, scaler: int, clipper: int) -> _SyncBase:
-    """The synchronisation policy called ``name`` (``local_step_policy``).
+#: as published
+LOCAL_STEPS = LocalSteps()
+
+
+def make_sync_policy(local_steps: LocalSteps) -> _SyncBase:
+    """The synchronisation policy that ``local_steps`` describes.
 
     Example:
-        >>> make_sync_policy("interval", scaler=100, clipper=8)
+        >>> make_sync_policy(LocalSteps(max_gap=8, double_every=100))
         IntervalPolicy(clipper=8, frozen_at=0, frozen_lr=0.0, since=0, scaler=100)
     """
-    check_integer("local_step_scaler", scaler, least=1)
-    check_integer("local_step_clipper", clipper, least=1)
-    return IntervalPolicy(clipper, scaler=scaler) if name == "interval" else LearningRatePolicy(clipper)
+    if isinstance(local_steps.double_every, str):
+        return LearningRatePolicy(local_steps.max_gap)
+    return IntervalPolicy(local_steps.max_gap, scaler=local_steps.double_every)
 
 
 def replay_schedule(
-    steps: int, *, var_freeze_step: int, var_update_scaler: int, policy: SyncPolicy, refresh: bool = True
+    steps: int, *, freeze_step: int, policy: SyncPolicy, refresh: bool = True, doubling: int = REFRESHES_PER_DOUBLING
 ) -> dict[str, int]:
     """Counts the rounds of a run of 0/1 Adam without running it (lr constant).
 
     Args:
         steps: real steps of the run.
-        var_freeze_step: last step before the local steps.
-        var_update_scaler: see ``VariancePolicy``.
+        freeze_step: last step before the local steps.
         policy: synchronisation policy, fresh.
-        refresh: whether the variance is refreshed after ``var_freeze_step`` too.
+        refresh: whether the variance is refreshed after ``freeze_step`` too.
+        doubling: refreshes after which the gap to the next doubles.
 
     Returns:
         ``{"dense": refreshes, "one_bit": one-bit rounds, "silent": steps without a data round}``.
 
     Example:
-        >>> replay_schedule(1000, var_freeze_step=200, var_update_scaler=16, policy=IntervalPolicy(16, scaler=100))
+        >>> replay_schedule(1000, freeze_step=200, policy=IntervalPolicy(16, scaler=100))
         {'dense': 93, 'one_bit': 346, 'silent': 561}
     """
-    variance = VariancePolicy(var_update_scaler)
+    variance = VariancePolicy(doubling)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}
     for step in range(1, steps + 1):
-        frozen = step > var_freeze_step
+        frozen = step > freeze_step
         if variance.due(step) and not (frozen and (not refresh or policy.since)):
             variance.record(step)
             counts["dense"] += 1
@@ -301,7 +328,7 @@ def replay_schedule(
             counts["one_bit" if due else "silent"] += 1
         else:
             counts["one_bit"] += 1
-        if step == var_freeze_step:
+        if step == freeze_step:
             policy.start(step, 1.0)
             variance.freeze(step, None, learned=False)
     return counts

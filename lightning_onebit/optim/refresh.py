@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_onebit._choices import RefreshRule, choices
+from lightning_onebit._choices import Recipe, RefreshRule, choices
 from lightning_onebit._names import shown_as
 from lightning_onebit.comm.ranges import ranged
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.late import LateParameters
-from lightning_onebit.optim.options import CommonOptions, check_choice, check_integer
+from lightning_onebit.optim.moments import MomentOptions
+from lightning_onebit.optim.options import ExchangeOptions, Options, check_choice, check_integer
 from lightning_onebit.optim.policies import REFRESHES_PER_DOUBLING, VariancePolicy
 from lightning_onebit.optim.rules import fp32_zeros_like
 
@@ -22,18 +23,47 @@ from lightning_onebit.optim.rules import fp32_zeros_like
 STEPS_BEFORE_REFRESH = 4
 
 
+@dataclass(frozen=True, kw_only=True)
+class RefreshOptions(MomentOptions):
+    """Options of the algorithms whose second moments are refreshed.
+
+    Attributes:
+        recipe: ``"default"``, or ``"published"`` for the rule of the paper (with the floor of the denominators): the momentum itself is
+            compressed, not divided by its denominators, and nothing refreshes second moments that have frozen.
+        refresh: compressed steps from one refresh of the frozen second moments, a dense step, to the next, >= 1. ``"auto"``: the
+            schedule of 0/1 Adam, but 15 compressed steps at least: about a sixteenth to a thirty-second of the steps so far, so
+            that refreshes cost ever less. ``"never"``: the second moments stay as they froze, as published. A refresh holds 8
+            bytes per parameter more while it lasts.
+    """
+
+    recipe: Recipe = "default"
+    refresh: int | RefreshRule = "auto"
+    # refreshes after which the gap between refreshes doubles: smaller in tests
+    _doubling: int = REFRESHES_PER_DOUBLING
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        super().__post_init__()
+        check_choice("recipe", self.recipe, choices(Recipe))
+        if isinstance(self.refresh, str):
+            check_choice("refresh", self.refresh, choices(RefreshRule))
+            return
+        check_integer("refresh", self.refresh, least=1)
+        if self.recipe == "published":
+            raise ValueError(
+                f"refresh={self.refresh!r} has no effect with recipe='published', which never refreshes; leave one of them out"
+            )
+
+
 @shown_as("OnebitOptimizer")
 class RefreshingAdam(LateParameters):
     """Base of the optimizers whose second moments are refreshed by dense steps on 0/1 Adam's schedule; see ``OnebitAdam``."""
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
-        refresh = settings["refresh"]
-        if isinstance(refresh, str):
-            check_choice("refresh", refresh, choices(RefreshRule))
-        else:
-            check_integer("refresh", refresh, least=1)
-        self.variance_policy = VariancePolicy(settings.get("var_update_scaler", REFRESHES_PER_DOUBLING))
-        super().__init__(params, defaults, options, settings)
+    options: RefreshOptions
+
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Options, exchange: ExchangeOptions) -> None:
+        self.variance_policy = VariancePolicy(options._doubling)
+        super().__init__(params, defaults, options, exchange)
 
     def dense_steps_after_freeze(self, freeze_step: int, steps: int) -> int:
         """How many steps of a run of ``steps`` that freezes after ``freeze_step`` are refreshes."""
@@ -41,13 +71,17 @@ class RefreshingAdam(LateParameters):
         return after.count(freeze_step, steps) if self._refreshes else 0
 
     @property
+    def _preconditioned(self) -> bool:
+        return self.options.recipe == "default"
+
+    @property
     def _refreshes(self) -> bool:
-        return bool(self.settings["refresh"] != "never")
+        return self.options.refresh != "never" and self.options.recipe == "default"
 
     @property
     def _interval(self) -> int | None:
         """Steps from a refresh after the freeze to the next, where the user has said how many are compressed between them."""
-        refresh = self.settings["refresh"]
+        refresh = self.options.refresh
         return None if isinstance(refresh, str) else refresh + 1
 
     def _refresh_within(self, steps: int) -> bool:

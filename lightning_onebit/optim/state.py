@@ -19,7 +19,7 @@ from lightning_onebit.optim.agreement import Agreement
 from lightning_onebit.optim.arena import ArenaOptimizer, Phase
 from lightning_onebit.optim.compact import expanded
 from lightning_onebit.optim.masters import adopted
-from lightning_onebit.optim.options import CommonOptions
+from lightning_onebit.optim.options import ExchangeOptions, Options
 from lightning_onebit.optim.redistribute import remedy
 from lightning_onebit.optim.shown_state import ShownState
 from lightning_onebit.optim.torn import TornStep
@@ -64,10 +64,10 @@ class StatefulOptimizer(ArenaOptimizer):
     # arenas that hold one replicated value per element, by the name that torch.optim.AdamW gives it in a checkpoint
     _replicated: ClassVar[dict[str, str]] = {"exp_avg": "m", "exp_avg_sq": "v"}
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: CommonOptions, settings: dict[str, Any]) -> None:
+    def __init__(self, params: Any, defaults: dict[str, Any], options: Options, exchange: ExchangeOptions) -> None:
         # books from before the first step, or the first load
         self._first_books: dict[str, Any] | None = None
-        super().__init__(params, defaults, options, settings)
+        super().__init__(params, defaults, options, exchange)
         self._state_shown = ShownState(self)
 
     @property
@@ -94,7 +94,7 @@ class StatefulOptimizer(ArenaOptimizer):
         def __getattr__(self, name: str) -> Any:
             """Says what a copy is: copying or pickling a module that holds an optimizer takes its groups along, and nothing else."""
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if "param_groups" in self.__dict__ and "settings" not in self.__dict__ and not name.startswith("__"):
+            if "param_groups" in self.__dict__ and "options" not in self.__dict__ and not name.startswith("__"):
                 text = (
                     f"this {type(self).__name__} was copied or unpickled and can do nothing: the original is tied to its parameters "
                     "and to other ranks; make a new optimizer for the other parameters, and let it load_state_dict() the original's "
@@ -240,7 +240,7 @@ class StatefulOptimizer(ArenaOptimizer):
             "world_size": size,
             "ranks_per_node": ranks_per_node,
             "rank": ranks.rank,
-            "block_size": self.options.block_size,
+            "block_size": self.exchange.block_size,
             "numels": [self._params[i].numel() for i in self._slots],
             # blocks are cut in memory order
             # blocks of those who joined after the freeze lie behind the others'

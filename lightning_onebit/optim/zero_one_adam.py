@@ -6,34 +6,25 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit._choices import (
-    Backend,
-    LocalStepPolicy,
-    RefreshRule,
-    StateDtype,
-    VarianceDecay,
-    choices,
-)
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import PLAN_LANE, Coefficients, Phase
 from lightning_onebit.optim.masters import adopt_, adopted
-from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
-from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, make_sync_policy
-from lightning_onebit.optim.refresh import RefreshingAdam
+from lightning_onebit.optim.options import ExchangeOptions, takes
+from lightning_onebit.optim.policies import LOCAL_STEPS, LocalSteps, make_sync_policy
+from lightning_onebit.optim.refresh import RefreshingAdam, RefreshOptions
 from lightning_onebit.optim.rules import compression_noise
 
 log = logging.getLogger("lightning_onebit")
 
-VARIANCE_DECAYS = choices(VarianceDecay)
 #: how far noise may move weights in a one-bit round by the published rule, root mean square in units of lr, where the variance is young
 LARGEST_NOISE = 3.0
 #: refreshes from which a variance is no longer young
@@ -49,6 +40,35 @@ def largest_step(b1: float, b2: float) -> float:
     return max(1.0, (1.0 - b1) / (1.0 - b2) ** 0.5)
 
 
+@dataclass(frozen=True, kw_only=True)
+class ZeroOneAdamOptions(RefreshOptions):
+    """Options of 0/1 Adam.
+
+    Attributes:
+        freeze_step: last step in which the variance is refreshed as often as it is young, >= 1; local steps follow. None: by ``freeze()``.
+        local_steps: how rarely ranks synchronise after it.
+        recipe: ``"default"``, or ``"published"``: momenta themselves are compressed, a refresh counts for one update of the variance (not
+            for the steps since the last one), nothing refreshes it after the freeze, and local steps are not bounded. A variance that
+            freezes before its 32nd refresh is then refused where one-bit noise divided by it would move the weights of a tensor by
+            more than 3 lr in a step.
+        refresh: see ``RefreshOptions``.
+        bias_correction: see ``MomentOptions``.
+        denominator_floor: see ``MomentOptions``.
+        max_grad_norm: see ``Options``.
+    """
+
+    local_steps: LocalSteps = LOCAL_STEPS
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        super().__post_init__()
+        if not isinstance(self.local_steps, LocalSteps):
+            raise TypeError(
+                f"local_steps={self.local_steps!r} must be a LocalSteps, not {type(self.local_steps).__name__}"
+            )
+
+
+@takes(ZeroOneAdamOptions)
 class ZeroOneAdam(RefreshingAdam):
     r"""0/1 Adam: one-bit rounds from the start, a variance refreshed ever more rarely, then local steps.
 
@@ -63,7 +83,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     with ``a = lr_t*max(1, (1-b1)/sqrt(1-b2))``, the largest step that Adam ever makes, whatever denominators have frozen.
 
-    Where it is ``preconditioned``, as by default, what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the
+    By the default recipe what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the
     very change of the weights in units of lr, ``exchange((b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/(S/H)/D)``.
 
     Refreshes go on after the freeze, on the same schedule (``refresh``); ranks synchronise in the step before each.
@@ -82,42 +102,20 @@ class ZeroOneAdam(RefreshingAdam):
         betas: decay of the first and second moment.
         eps: added to the denominator.
         weight_decay: decoupled weight decay.
-        var_freeze_step: last step that may refresh the variance, >= 1; local steps follow. None: by ``freeze()``.
-        var_update_scaler: refreshes after which the gap between refreshes doubles.
-        var_decay: what the second beta counts. ``"step"`` (None): a refresh stands for all steps since the last one,
-            ``v = b2^gap*v + (1-b2^gap)*g^2``, so that v is Adam's average over time, from fewer samples (``1-b2^gap`` is at most 1/16, or
-            ``1-b2``). ``"refresh"``, as published: refreshes, so that v is an average in which the first, close ones weigh as much as the
-            late, rare ones.
-        local_step_scaler: steps after which the gap between synchronisations doubles (policy ``"interval"``).
-        local_step_clipper: largest gap between synchronisations; 1: no local steps, and no memory for them.
-        local_step_policy: ``"interval"``, or ``"learning_rate"`` (the gap doubles each time lr has halved since the
-            freeze).
-        bias_correction: as in ``OnebitAdam``.
-        block_size: as in ``OnebitAdam``, like the options after it.
-        max_grad_norm: see ``OnebitAdam``.
-        denominator_floor: see ``OnebitAdam``.
-        preconditioned: compress updates divided by their denominators, see ``OnebitAdam``; False, as published: local steps are not bounded
-            then, and a variance that freezes before its 32nd refresh is refused where one-bit noise divided by it would move the weights
-            of a tensor by more than 3 lr in a step.
-        refresh: see ``OnebitAdam``.
-        process_group: see ``OnebitAdam``.
-        force_compression: see ``OnebitAdam``.
-        bucket_mb: see ``OnebitAdam``.
-        max_consecutive_skips: see ``OnebitAdam``.
-        kernels: see ``OnebitAdam``.
-        timeout: see ``OnebitAdam``.
-        residual_dtype: see ``OnebitAdam``.
-        denominator_dtype: see ``OnebitAdam``.
+        exchange: how ranks exchange, see ``ExchangeOptions``; ``overlap="backward"`` cannot take effect.
+        **options: see ``ZeroOneAdamOptions``.
 
     Raises:
         TypeError: an option or parameter of the wrong type.
-        ValueError: an option out of range; at the freeze, a variance too young for ``preconditioned=False``.
+        ValueError: an option out of range; at the freeze, a variance too young for ``recipe="published"``.
 
     Example:
-        >>> optimizer = ZeroOneAdam(model.parameters(), lr=4e-4, var_freeze_step=12_500)
+        >>> optimizer = ZeroOneAdam(model.parameters(), lr=4e-4, freeze_step=12_500)
     """
 
     algorithm = "zero_one_adam"
+    options: ZeroOneAdamOptions
+    _fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step"}
     local_steps = True
     _scales_tell = False  # a step between synchronisations sends none
     # in it, refreshes are few and grow rarer
@@ -131,51 +129,11 @@ class ZeroOneAdam(RefreshingAdam):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         *,
-        var_freeze_step: int | None = None,
-        var_update_scaler: int = 16,
-        var_decay: VarianceDecay | None = None,
-        local_step_scaler: int = 32768,
-        local_step_clipper: int = 16,
-        local_step_policy: LocalStepPolicy = "interval",
-        bias_correction: bool = True,
-        block_size: int = 2048,
-        max_grad_norm: float | None = None,
-        denominator_floor: float = 0.1,
-        preconditioned: bool = True,
-        refresh: int | RefreshRule = "auto",
-        process_group: dist.ProcessGroup | None = None,
-        force_compression: bool = False,
-        bucket_mb: float | None = None,
-        max_consecutive_skips: int = 100,
-        kernels: Backend = "auto",
-        timeout: float = 1800.0,
-        residual_dtype: StateDtype = "float32",
-        denominator_dtype: StateDtype = "float32",
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
     ) -> None:
-        check_integer("var_freeze_step", var_freeze_step, least=1, optional=True)
-        check_integer("var_update_scaler", var_update_scaler, least=1)
-        check_flag("preconditioned", preconditioned)
-        if var_decay is not None:
-            check_choice("var_decay", var_decay, VARIANCE_DECAYS)
-        skips = var_update_scaler + 2
-        if var_decay is not None and refresh == "never" and var_freeze_step is not None and var_freeze_step < skips:
-            raise ValueError(
-                f"var_decay={var_decay!r} has no effect with var_freeze_step={var_freeze_step}: with var_update_scaler={var_update_scaler} "
-                f"the first step without a refresh is step {skips}; leave it out, or freeze later"
-            )
-        check_choice("local_step_policy", local_step_policy, LOCAL_STEP_POLICIES)
-        if local_step_policy != "interval" and local_step_scaler != 32768:
-            raise ValueError(
-                f"local_step_scaler={local_step_scaler} has no effect with local_step_policy={local_step_policy!r}; leave it out"
-            )
-        if local_step_clipper == 1 and (local_step_scaler != 32768 or local_step_policy != "interval"):
-            given = f"local_step_scaler={local_step_scaler}"
-            if local_step_policy != "interval":
-                given = f"local_step_policy={local_step_policy!r}"
-            raise ValueError(
-                f"{given} has no effect with local_step_clipper=1, which means no local steps; leave it out, or allow larger gaps"
-            )
-        self.sync_policy = make_sync_policy(local_step_policy, scaler=local_step_scaler, clipper=local_step_clipper)
+        given = self._given(options)
+        self.sync_policy = make_sync_policy(given.local_steps)
         # by slot: sum of lr_t since the last synchronisation; local steps since then, and steps of the last exchange
         self._travelled: list[float] = []
         self._travelled_steps, self._exchanged_steps = 0, 1
@@ -187,41 +145,10 @@ class ZeroOneAdam(RefreshingAdam):
         self._hidden: dict[int, Tensor] = {}
         # whether all of them show it
         self._showing = False
-        super().__init__(
-            params,
-            {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay},
-            CommonOptions(
-                block_size=block_size,
-                max_grad_norm=max_grad_norm,
-                process_group=process_group,
-                force_compression=force_compression,
-                bucket_mb=bucket_mb,
-                max_consecutive_skips=max_consecutive_skips,
-                kernels=kernels,
-                timeout=timeout,
-                residual_dtype=residual_dtype,
-                denominator_dtype=denominator_dtype,
-            ),
-            {
-                "var_freeze_step": var_freeze_step,
-                "bias_correction": bias_correction,
-                "denominator_floor": denominator_floor,
-                "preconditioned": preconditioned,
-                "refresh": refresh,
-                "var_update_scaler": var_update_scaler,
-                "var_decay": var_decay or "step",
-                "local_step_scaler": local_step_scaler,
-                "local_step_clipper": local_step_clipper,
-                "local_step_policy": local_step_policy,
-            },
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults, given, exchange or ExchangeOptions())
 
     # ----- what users see ---------------------------------------------------------------------------------------------
-
-    @property
-    def freeze_step(self) -> int | None:
-        """``var_freeze_step``: last step that may refresh the variance."""
-        return self.settings["var_freeze_step"]
 
     @property
     def mid_local(self) -> bool:
@@ -328,7 +255,7 @@ class ZeroOneAdam(RefreshingAdam):
         return True  # refreshes, and steps at lr = 0
 
     def _freeze_now(self) -> None:
-        if not self.settings["preconditioned"] and self.variance_policy.refreshes < SETTLED:
+        if not self._preconditioned and self.variance_policy.refreshes < SETTLED:
             self._refuse_noise()
         self.variance_policy.freeze(self._steps, self._interval, learned=False)
         self._phase = Phase.LOCAL
@@ -348,14 +275,14 @@ class ZeroOneAdam(RefreshingAdam):
         for slot, i in enumerate(self._slots):
             noise = compression_noise(
                 self._part(self._flat["v"], slot),
-                phi=self.settings["denominator_floor"],
-                block_size=self.options.block_size,
+                phi=self.options.denominator_floor,
+                block_size=self.exchange.block_size,
             )
             if noise > LARGEST_NOISE:
                 raise ValueError(
-                    f"preconditioned=False: the variance of {self.name_of(i)} freezes at step {self._steps} after "
+                    f"recipe='published': the variance of {self.name_of(i)} freezes at step {self._steps} after "
                     f"{self.variance_policy.refreshes} refreshes, and one-bit noise divided by it would move weights by "
-                    f"{noise:.1f} lr in a step (root mean square; at most {LARGEST_NOISE:g} are allowed); leave preconditioned out, or "
+                    f"{noise:.1f} lr in a step (root mean square; at most {LARGEST_NOISE:g} are allowed); leave recipe out, or "
                     f"freeze after {SETTLED} refreshes or more"
                 )
 
@@ -485,7 +412,7 @@ class ZeroOneAdam(RefreshingAdam):
         return super()._may_take_in() and not self.mid_local
 
     def _updates_of_refresh(self, index: int) -> float:
-        return super()._updates_of_refresh(index) if self.settings["var_decay"] == "step" else 1.0
+        return super()._updates_of_refresh(index) if self._preconditioned else 1.0
 
     # ----- one-bit rounds and local steps -----------------------------------------------------------------------------
 
@@ -580,7 +507,7 @@ class ZeroOneAdam(RefreshingAdam):
 
     def _local_bound(self, index: int) -> float:
         """How far a local step may move a weight of a parameter; by the published rule any way."""
-        if not self.settings["preconditioned"]:
+        if not self._preconditioned:
             return math.inf
         return self._lr_t(index) * largest_step(*self._group(index)["betas"])
 
