@@ -173,7 +173,8 @@ def check_options(algorithm: Algorithm, options: Mapping[str, Any], exchange: Ex
             )
     if options or exchange is not None:
         # The optimizer's constructor knows the ranges; an optimizer of nothing is the way to ask it.
-        algorithm.optimizer([torch.nn.Parameter(torch.zeros(1))], exchange=exchange, **options)
+        given = {**options, **({} if exchange is None else {"exchange": exchange})}
+        algorithm.optimizer([torch.nn.Parameter(torch.zeros(1))], **given)
 
 
 def option_parameters() -> dict[str, inspect.Parameter]:

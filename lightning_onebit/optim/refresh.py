@@ -15,7 +15,7 @@ from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.late import LateParameters
 from lightning_onebit.optim.moments import MomentOptions
-from lightning_onebit.optim.options import ExchangeOptions, Options, check_choice, check_integer
+from lightning_onebit.optim.options import ExchangeOptions, check_choice, check_integer
 from lightning_onebit.optim.policies import REFRESHES_PER_DOUBLING, VariancePolicy
 from lightning_onebit.optim.rules import fp32_zeros_like
 
@@ -61,7 +61,9 @@ class RefreshingAdam(LateParameters):
 
     options: RefreshOptions
 
-    def __init__(self, params: Any, defaults: dict[str, Any], options: Options, exchange: ExchangeOptions) -> None:
+    def __init__(
+        self, params: Any, defaults: dict[str, Any], options: RefreshOptions, exchange: ExchangeOptions
+    ) -> None:
         self.variance_policy = VariancePolicy(options._doubling)
         super().__init__(params, defaults, options, exchange)
 
