@@ -298,7 +298,8 @@ def other_rule_worker(group: Any, rank: int, world: int, made: Problem) -> None:
     assert any("preconditioned_momentum" in s for s in state["state"].values()) == preconditioned
     other = made.build(made.parameters(), process_group=group, recipe="default" if published else "published")
     other.load_state_dict(state)
-    message = f"preconditioned={preconditioned}, this run has {not preconditioned}.*continue with preconditioned={preconditioned}"
+    words = f"preconditioned={preconditioned}, this run has {not preconditioned}"
+    message = f"{words}.*continue with recipe='{made.options['recipe']}'"
     with pytest.raises(ValueError, match=message):
         other.load_residual_state_dict(residuals)
     with pytest.raises(ValueError, match=message):
