@@ -407,7 +407,7 @@ def nccl(directory: Path) -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("name", list(training.OPTIMIZERS))
 def test_nccl_runs_the_real_collectives_of_one_rank(kernels: Any, tmp_path: Path, name: str) -> None:
-    """``force_compression=True`` in a world of one: all_to_all and all_gather on uint8, and the same bits as without a group."""
+    """Compressed in a world of one: all_to_all and all_gather on uint8, and the same bits as without a group."""
     alone = training.run(name, "cuda", DEVICE, None)
     with nccl(tmp_path) as group, counting() as counted:
         ours = training.run(name, "cuda", DEVICE, group)
