@@ -223,15 +223,15 @@ def folds(rank: int, world: int, algorithm: str, deletes: bool, folder: str) -> 
     gc.disable()
     fabric = launched("lightning.fabric", algorithm)
     found: dict[str, Any] = {"sent": [], "served": [], "alive": [], "threads": [], "different": []}
-    options: dict[str, Any] = {"overlap": "backward"} if algorithm == "onebit_lamb" else {}
+    overlap: Any = "backward" if algorithm == "onebit_lamb" else "step"
     old: list[Any] = []
     for fold in range(4):
         module = net()
         # some folds end in their warm-up
-        exchange = ob.ExchangeOptions(block_size=32)
+        exchange = ob.ExchangeOptions(block_size=32, overlap=overlap)
         freeze_step = 5 if fold % 2 else 100
         optimizer: Any = fabric.strategy.optimizer(
-            module.parameters(), lr=1e-2, freeze_step=freeze_step, exchange=exchange, **options
+            module.parameters(), lr=1e-2, freeze_step=freeze_step, exchange=exchange
         )
         model, optimizer = fabric.setup(module, optimizer)
         if deletes:

@@ -464,7 +464,7 @@ def moving_worker(group: Any, rank: int, world: int, algorithm: str, late: bool,
     same = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(40, generator=same)) for _ in range(3)]
     options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
-    optimizer = CLASSES[algorithm](params[:2], **options)  # type: ignore[arg-type]
+    optimizer = CLASSES[algorithm](params[:2], **grouped(options))
     params[2].requires_grad_(not unfrozen)
     if unfrozen:
         optimizer.add_param_group({"params": params[2:], "compress": False})
@@ -1257,7 +1257,7 @@ def returning_worker(group: Any, rank: int, world: int, algorithm: str, how: str
     if how == "overlap":
         options["overlap"] = "backward"
     make: Any = CLASSES[algorithm]
-    optimizer = make(params, process_group=group, **options)
+    optimizer = make(params, **grouped(options, process_group=group))
 
     def step(t: int) -> None:
         optimizer.zero_grad()
@@ -1283,7 +1283,7 @@ def returning_worker(group: Any, rank: int, world: int, algorithm: str, how: str
     for fresh in (False, True):
         if fresh:
             optimizer.release_communication()
-            optimizer = make(params, process_group=group, **options)
+            optimizer = make(params, **grouped(options, process_group=group))
         state = torch.load(io.BytesIO(file), weights_only=True)
         with torch.no_grad():
             for p, x in zip(params, state["x"], strict=True):
@@ -1447,7 +1447,7 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(algorithm:
     def made(*shapes: tuple[int, ...], steps: int = 5) -> Any:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
         options: Any = {**CROSSING[algorithm], "block_size": 32, "_alone": True}
-        optimizer = CLASSES[algorithm](params, **options)
+        optimizer = CLASSES[algorithm](params, **grouped(options))
         for _ in range(steps):
             for p in params:
                 p.grad = torch.ones_like(p)
@@ -1661,7 +1661,7 @@ def test_hooks_of_the_state_see_all_of_it_once_and_in_torchs_order(algorithm: st
         return ["before", [*entries], *packed, ("after", 0.5, 6 * trained)]
 
     options: Any = {**CROSSING[algorithm], "block_size": 32, "_alone": True}
-    seen, saved, optimizer = watched(CLASSES[algorithm], **options)
+    seen, saved, optimizer = watched(CLASSES[algorithm], **grouped(options))
     assert seen == expected("onebit", "param_groups", "state")
     assert watched(torch.optim.AdamW)[0] == expected("param_groups", "state")
     again = optimizer.state_dict()

@@ -100,7 +100,7 @@ def cost_of_a_step(group: Any) -> tuple[Counter[str], Counter[str], int]:
     """Kernel calls, elements that they pass over and bytes sent by a rank in one compressed step."""
     params = [torch.nn.Parameter(torch.ones(ELEMENTS // 3)) for _ in range(3)]
     options = {"block_size": BLOCK, "bucket_mb": BUCKET_MB, "freeze_step": 1, "process_group": group}
-    optimizer = OnebitAdam(params, lr=1e-3, **options)
+    optimizer = OnebitAdam(params, lr=1e-3, **grouped(options))
     counter = Counting()
     for step in range(3):
         if step == 2:
