@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import grouped
 from optim_support import CLASSES, CROSSING
 from torch import nn
 
@@ -40,7 +41,7 @@ def build(case: str, group: Any) -> tuple[Any, list[nn.Parameter]]:
     params = [nn.Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in shapes]
     groups = [{"params": params[:2]}, {"params": params[2:], "compress": False}]
     options = {"lr": 1e-2, "block_size": 32, "bucket_mb": 32 * 4 * 4 / 2**20, **EVERYTHING[case]}
-    return CLASSES[case.partition(" ")[0]](groups, process_group=group, **options), params
+    return CLASSES[case.partition(" ")[0]](groups, **grouped(options, process_group=group)), params
 
 
 def make_step(optimizer: Any, params: list[nn.Parameter], t: int, rank: int) -> None:
@@ -202,8 +203,8 @@ def test_what_can_be_saved_after_a_step_that_was_broken_anywhere_is_one_whole_st
 def alone(**options: Any) -> tuple[OnebitAdam, nn.Parameter]:
     """An optimizer that compresses with nobody, after its first step."""
     param = nn.Parameter(torch.ones(100))
-    options = {"lr": 0.01, "force_compression": True, "block_size": 32, "freeze_step": 1, **options}
-    optimizer = OnebitAdam([param], **options)
+    options = {"lr": 0.01, "_alone": True, "block_size": 32, "freeze_step": 1, **options}
+    optimizer = OnebitAdam([param], **grouped(options))
     param.grad = torch.ones(100)
     optimizer.step()
     return optimizer, param

@@ -11,16 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
+from lightning_onebit.optim import ExchangeOptions, LocalSteps, OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
 from lightning_onebit.optim.compact import Inversion, compact, expanded
 from lightning_onebit.optim.rules import reciprocal_denominator_, second_moment_from_reciprocal
 
 MAKERS: dict[str, Any] = {
-    "adam": lambda p: OnebitAdam(p, freeze_step=3, force_compression=True),
-    "plain rule": lambda p: OnebitAdam(p, freeze_step=3, preconditioned=False, force_compression=True),
-    "16 bits": lambda p: OnebitAdam(p, freeze_step=3, denominator_dtype="bfloat16", force_compression=True),
-    "lamb": lambda p: OnebitLamb(p, freeze_step=3, force_compression=True),
-    "0/1": lambda p: ZeroOneAdam(p, var_freeze_step=3, local_step_clipper=1, force_compression=True),
+    "adam": lambda p: OnebitAdam(p, freeze_step=3, exchange=ExchangeOptions(_alone=True)),
+    "published": lambda p: OnebitAdam(p, freeze_step=3, recipe="published", exchange=ExchangeOptions(_alone=True)),
+    "16 bits": lambda p: OnebitAdam(p, freeze_step=3, exchange=ExchangeOptions(state_dtype="bfloat16", _alone=True)),
+    "lamb": lambda p: OnebitLamb(p, freeze_step=3, exchange=ExchangeOptions(_alone=True)),
+    "0/1": lambda p: ZeroOneAdam(
+        p, freeze_step=3, local_steps=LocalSteps(max_gap=1), exchange=ExchangeOptions(_alone=True)
+    ),
 }
 
 

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from harness import grouped
 from optim_support import CLASSES, equal, snapshot, whole_state
 from torch import Tensor
 
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.optim import ExchangeOptions, LocalSteps, OnebitAdam
 from lightning_onebit.optim.redistribute import Redistribution
 
 # how it had no gradient before: None, exact zeros, requires_grad=False, or it was no parameter of the optimizer
@@ -24,15 +25,16 @@ FREEZE = {
     "onebit_adam": {"freeze_step": 4},
     "onebit_lamb": {"freeze_step": 4},
     # gaps of 1, 2 and 4 steps between synchronisations after step 6
-    "zero_one_adam": {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},
+    "zero_one_adam": {"freeze_step": 6, "_doubling": 2, "local_steps": LocalSteps(max_gap=4, double_every=2)},
 }
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit_adam": ("onebit_adam", {}),
-    "onebit_adam, momenta": ("onebit_adam", {"preconditioned": False}),
+    "onebit_adam, as published": ("onebit_adam", {"recipe": "published"}),
     "onebit_lamb": ("onebit_lamb", {}),
     "zero_one_adam": ("zero_one_adam", {}),
+    "zero_one_adam, as published": ("zero_one_adam", {"recipe": "published"}),
     # the first gradient comes between two refreshes of the variance
-    "zero_one_adam, warm-up": ("zero_one_adam", {"var_freeze_step": 40}),
+    "zero_one_adam, warm-up": ("zero_one_adam", {"freeze_step": 40}),
 }
 
 
@@ -70,7 +72,7 @@ class Run:
             self.late.requires_grad_(False)
         first = self.params[:LATE] if way == "added" else self.params
         self.options = {**usual, **FREEZE[algorithm], **own, **options}
-        self.optimizer = CLASSES[algorithm](first, **self.options)
+        self.optimizer = CLASSES[algorithm](first, **grouped(self.options))
         self.optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
 
     def put(self) -> None:
@@ -107,7 +109,7 @@ class Run:
         other.late = other.params[LATE]
         where = {id(p): k for k, p in enumerate(self.params)}
         groups = [{"params": [other.params[where[id(p)]] for p in g["params"]]} for g in self.optimizer.param_groups]
-        other.optimizer = type(self.optimizer)(groups, **self.options)
+        other.optimizer = type(self.optimizer)(groups, **grouped(self.options))
         other.optimizer.configure_communication(self.group)
         other.optimizer.load_state_dict(state)
         other.optimizer.load_residual_state_dict(copy.deepcopy(self.optimizer.residual_state_dict()))
@@ -262,7 +264,7 @@ def test_a_refresh_follows_and_a_tensor_most_of_which_had_no_gradient_either_lea
 def test_overlap_with_backward_takes_the_same_steps(way: str) -> None:
     def train(group: Any, overlap: str) -> Any:
         # the late tensor shares its bucket with others
-        run = Run(group, "onebit_adam, momenta", way, overlap=overlap)
+        run = Run(group, "onebit_adam, as published", way, overlap=overlap)
         for _ in range(24):
             run.put()
             gradients = [p.grad for p in run.params]
@@ -343,7 +345,8 @@ def test_blocks_of_newcomers_are_cut_anew_for_another_world() -> None:
         def take(group: Any) -> tuple[Any, Any]:
             params = tensors()
             groups = [{"params": params[:LATE]}, {"params": params[LATE:]}]
-            optimizer = OnebitAdam(groups, block_size=32, freeze_step=4, refresh="never", bucket_mb=3 * 32 * 4 / 2**20)
+            exchange = ExchangeOptions(block_size=32, bucket_mb=3 * 32 * 4 / 2**20)
+            optimizer = OnebitAdam(groups, freeze_step=4, refresh="never", exchange=exchange)
             optimizer.configure_communication(group)
             optimizer.load_state_dict(copy.deepcopy(parts[0][0]))
             anew = Redistribution(optimizer.residual_state_dict())
@@ -372,7 +375,7 @@ def test_binsgdm_moves_it_at_once(way: str) -> None:
 
     def train(group: Any) -> list[Tensor]:
         params = tensors()
-        optimizer = CLASSES["binsgdm"](params, lr=0.01, block_size=32)
+        optimizer = CLASSES["binsgdm"](params, lr=0.01, exchange=ExchangeOptions(block_size=32))
         optimizer.configure_communication(group)
         before = params[LATE].detach().clone()
         for t in range(40):
@@ -407,7 +410,9 @@ def last_loss(way: str, algorithm: str, freeze: bool) -> float:
 
     def train(group: Any) -> float:
         model, losses = net(), []
-        optimizer: Any = CLASSES[algorithm](model.parameters(), lr=0.01, weight_decay=0.01, process_group=group)  # type: ignore[arg-type]
+        kind: Any = CLASSES[algorithm]
+        exchange = ExchangeOptions(process_group=group)
+        optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.01, exchange=exchange)
         for t in range(96):
             part = slice(16 * (t % 8) + 8 * group.rank, 16 * (t % 8) + 8 * group.rank + 8)
             hidden = model[:2](x[part])

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
-from lightning_onebit.optim.options import ExchangeOptions, takes
+from lightning_onebit.optim.options import ExchangeOptions, made_exchange, takes
 from lightning_onebit.optim.refresh import CompressingAdam, RefreshOptions
 
 
@@ -71,7 +71,7 @@ class OnebitAdam(CompressingAdam):
         **options: Any,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, self._given(options), exchange or ExchangeOptions())
+        super().__init__(params, defaults, self._given(options), made_exchange(exchange))
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         decay = self._by_block("decay", bucket, self._decay)

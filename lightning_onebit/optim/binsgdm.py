@@ -17,7 +17,7 @@ from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, D
 from lightning_onebit.kernels.reference import pack_bits, unpack_bits
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.base import OnebitOptimizer
-from lightning_onebit.optim.options import ExchangeOptions, Options, check_choice, check_number, takes
+from lightning_onebit.optim.options import ExchangeOptions, Options, check_choice, check_number, made_exchange, takes
 
 log = logging.getLogger("lightning_onebit")
 
@@ -127,7 +127,7 @@ class BinSGDM(OnebitOptimizer):
         # by bucket: the bits of the running step, int32 (blocks, words)
         self._drawn: dict[int, Tensor] = {}
         defaults = {"lr": lr, "beta": beta, "weight_decay": weight_decay}
-        super().__init__(params, defaults, self._given(options), exchange or ExchangeOptions())
+        super().__init__(params, defaults, self._given(options), made_exchange(exchange))
         self._phase = Phase.COMPRESSED
 
     def freeze(self) -> None:

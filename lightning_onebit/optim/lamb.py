@@ -15,7 +15,7 @@ from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.late import LateParameters
 from lightning_onebit.optim.moments import MomentOptions
-from lightning_onebit.optim.options import ExchangeOptions, check_number, takes
+from lightning_onebit.optim.options import ExchangeOptions, check_number, made_exchange, takes
 from lightning_onebit.optim.rules import dense_lamb_, floor_second_moment_
 
 # Per-parameter scalars, by their names in a checkpoint, with their first values: c_avg, r (the last f) and c of the last step
@@ -136,7 +136,7 @@ class OnebitLamb(LateParameters):
         # of a plan: runs of blocks (of a slot each, or padding), and where the runs of all slots are among them
         self._lengths_of: tuple[Plan, Tensor, Tensor] | None = None
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, self._given(options), exchange or ExchangeOptions())
+        super().__init__(params, defaults, self._given(options), made_exchange(exchange))
 
     def get_lamb_coeffs(self) -> dict[str, float]:
         """The coefficients c of the last step.

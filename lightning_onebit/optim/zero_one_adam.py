@@ -18,7 +18,7 @@ from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import PLAN_LANE, Coefficients, Phase
 from lightning_onebit.optim.masters import adopt_, adopted
-from lightning_onebit.optim.options import ExchangeOptions, takes
+from lightning_onebit.optim.options import ExchangeOptions, made_exchange, takes
 from lightning_onebit.optim.policies import LOCAL_STEPS, LocalSteps, make_sync_policy
 from lightning_onebit.optim.refresh import RefreshingAdam, RefreshOptions
 from lightning_onebit.optim.rules import compression_noise
@@ -146,7 +146,7 @@ class ZeroOneAdam(RefreshingAdam):
         # whether all of them show it
         self._showing = False
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, given, exchange or ExchangeOptions())
+        super().__init__(params, defaults, given, made_exchange(exchange))
 
     # ----- what users see ---------------------------------------------------------------------------------------------
 
