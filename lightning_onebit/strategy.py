@@ -347,6 +347,11 @@ class OnebitMixin(_Base):
         """The compressed optimizers in use: empty before fitting, and if all optimizers are trained densely."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, OnebitOptimizer)]
 
+    @property
+    def timeout(self) -> timedelta:
+        """Bound of every wait for other ranks that is not within an optimizer's exchange."""
+        return self._timeout or DEFAULT_TIMEOUT
+
     def optimizer(self, params: Any, **kwargs: Any) -> OnebitOptimizer:
         """Makes the optimizer of this strategy's algorithm, with the strategy's options.
 
@@ -533,7 +538,7 @@ class OnebitMixin(_Base):
     def _connect_dense(self) -> Transport:
         assert self._run is not None
         topology = Topology.create(self._run.new_group(self._timeout), timeout=self._timeout)
-        return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, "dense averaging")
+        return Transport(topology, ByteLedger(), self.timeout, "dense averaging")
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that trains in the place of one of ``configure_optimizers``; raises if it cannot be trained."""
@@ -1007,7 +1012,7 @@ class OnebitMixin(_Base):
     def _everyone(self, name: str) -> Transport:
         """All ranks, for small rounds that neither training nor its accounts know of."""
         topology = Topology.create(None, timeout=self._timeout)
-        return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, name)
+        return Transport(topology, ByteLedger(), self.timeout, name)
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's; lets signals through again, and says what replaces the wrapper of DDP, which a module here does not have."""

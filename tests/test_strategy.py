@@ -201,7 +201,8 @@ def test_a_strategy_can_be_pickled_for_spawn(tree: str) -> None:
     strategy = strategy_class(tree)(freeze_step=5, timeout=timedelta(seconds=77), precision_plugin=plugin)
     strategy.optimizer([torch.nn.Parameter(torch.zeros(2))])
     copy = pickle.loads(pickle.dumps(strategy))
-    assert type(copy) is type(strategy) and copy._timeout == timedelta(seconds=77)
+    assert type(copy) is type(strategy) and copy.timeout == timedelta(seconds=77)
+    assert strategy_class(tree)(timeout=None).timeout == timedelta(minutes=30)
     assert copy.optimizer([torch.nn.Parameter(torch.zeros(2))]).freeze_step == 5
     # the copy's plugin clips compressed optimizers by their own rule, on the copy and not on the original
     x = torch.nn.Parameter(torch.zeros(4))
