@@ -119,7 +119,7 @@ def main(arguments: list[str] | None = None) -> None:
         # refresh: single gradients say too little about a variance that goes on changing
         strategy=ob.OnebitStrategy("onebit_adam", block_size=chosen.block_size, denominator_floor=0.1, refresh="never"),
         max_epochs=chosen.epochs,
-        callbacks=[ob.callbacks.VarianceFreeze(step=chosen.freeze_step), ob.callbacks.CompressionStats()],
+        callbacks=[ob.callbacks.VarianceFreeze(chosen.freeze_step), ob.callbacks.CompressionStats()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

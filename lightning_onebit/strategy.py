@@ -97,7 +97,7 @@ class OnebitMixin(_Base):
 
     ``configure_optimizers`` returns an optimizer of this package, best made by ``self.trainer.strategy.optimizer(params, lr=...)``,
     which knows the strategy's options. A plain ``torch.optim.Adam`` or ``AdamW`` is converted. Where nothing says when the dense
-    warm-up ends, ``VarianceFreeze(mode="auto", max_fraction=0.2)`` is added.
+    warm-up ends, ``VarianceFreeze()`` is added.
 
     Args:
         algorithm: ``"onebit_adam"``, ``"onebit_lamb"``, ``"zero_one_adam"`` or ``"binsgdm"`` (alias ``"birder"``).
@@ -687,8 +687,7 @@ class OnebitMixin(_Base):
             isinstance(c, self._freeze_callback) for c in trainer.callbacks
         )
         if fits and self._algorithm.warm_up and not chosen:
-            self._default_freeze = self._freeze_callback(mode="auto", max_fraction=0.2)
-            self._default_freeze.added_by_strategy = True
+            self._default_freeze = self._freeze_callback()
             trainer.callbacks.insert(0, self._default_freeze)
 
     def _settle_freeze(self, trainer: Any) -> None:
@@ -705,9 +704,9 @@ class OnebitMixin(_Base):
             self._withdraw_freeze(trainer)
             return
         rank_zero_info(
-            'Nothing says when the dense warm-up ends: added VarianceFreeze(mode="auto", max_fraction=0.2), which ends it when the '
-            "learning rate no longer rises, after 10 % of the planned steps at the earliest and 20 % at the latest. Add VarianceFreeze to "
-            "the Trainer's callbacks, or give `freeze_step` (0/1 Adam: `var_freeze_step`), to choose."
+            "Nothing says when the dense warm-up ends: added VarianceFreeze(), which ends it when the learning rate no longer rises, "
+            "after 10 % of the planned steps at the earliest and 20 % at the latest. Add VarianceFreeze to the Trainer's callbacks, or "
+            "give `freeze_step` (0/1 Adam: `var_freeze_step`), to choose."
         )
 
     def _withdraw_freeze(self, trainer: Any) -> None:

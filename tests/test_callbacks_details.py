@@ -38,15 +38,13 @@ def two_groups(*betas: float) -> OnebitAdam:
 @pytest.mark.parametrize("betas", [(0.9, 0.5), (0.5, 0.9)])
 def test_the_guard_thaws_for_as_long_as_the_slowest_group_needs(betas: Any, said: Any) -> None:
     optimizer = two_groups(*betas)
-    _, phases = _run(
-        [VarianceFreezeMixin(step=5), DivergenceGuardMixin(5)], optimizer, [1.0] * 5 + [9.0] * 5 + [1.0] * 30
-    )
+    _, phases = _run([VarianceFreezeMixin(5), DivergenceGuardMixin(5)], optimizer, [1.0] * 5 + [9.0] * 5 + [1.0] * 30)
     assert phases[9:].index("compressed") == 10
 
 
 def test_a_second_fit_forgets_the_losses_of_the_first(said: Any) -> None:
     optimizer = onebit_adam()
-    callbacks = [VarianceFreezeMixin(step=2), DivergenceGuardMixin(5)]
+    callbacks = [VarianceFreezeMixin(2), DivergenceGuardMixin(5)]
     trainer, _ = _run(callbacks, optimizer, [1.0] * 10 + [9.0] * 2)
     _run(callbacks, optimizer, [1.0] * 5, trainer)
     assert said.warnings == []
@@ -54,10 +52,10 @@ def test_a_second_fit_forgets_the_losses_of_the_first(said: Any) -> None:
 
 def test_the_best_loss_is_in_the_guards_checkpoint(said: Any) -> None:
     first = DivergenceGuardMixin(5)
-    _run([VarianceFreezeMixin(step=2), first], onebit_adam(), [1.0] * 5)
+    _run([VarianceFreezeMixin(2), first], onebit_adam(), [1.0] * 5)
     resumed, optimizer = DivergenceGuardMixin(5, dense_steps=50), onebit_adam()
     resumed.load_state_dict(first.state_dict())
-    _run([VarianceFreezeMixin(step=1), resumed], optimizer, [1.6] * 10)
+    _run([VarianceFreezeMixin(1), resumed], optimizer, [1.6] * 10)
     assert len(said.warnings) == 1 and "the best was 1" in said.warnings[0]
 
 
@@ -66,7 +64,7 @@ def _residual_of_one_rank(rank: int, world: int) -> Phase:
     torch.manual_seed(0)
     optimizer = onebit_adam(force_compression=False)
     optimizer.residual_ratio = lambda: 11.0 if rank else 1.0
-    _run([VarianceFreezeMixin(step=5), DivergenceGuardMixin(5, loss_factor=None, timeout=30)], optimizer, [1.0] * 10)
+    _run([VarianceFreezeMixin(5), DivergenceGuardMixin(5, loss_factor=None)], optimizer, [1.0] * 10)
     return optimizer.phase
 
 
@@ -127,7 +125,7 @@ def test_a_fraction_is_of_all_steps_where_a_fit_goes_on_with_the_same_optimizer(
     trainer = FakeTrainer([optimizer], planned=8)
     for planned in (8, 20):  # fitted further with the same optimizer, whose steps the Trainer has counted
         trainer.estimated_stepping_batches = planned
-        callback = VarianceFreezeMixin(fraction=0.7) if planned == 20 else VarianceFreezeMixin(step=100)
+        callback = VarianceFreezeMixin(0.7) if planned == 20 else VarianceFreezeMixin(100)
         trainer.callbacks = []
         trainer.start(callback)
         for _ in range(8 if planned == 8 else 12):
