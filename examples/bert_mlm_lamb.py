@@ -146,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
         check_val_every_n_epoch=None,
         num_sanity_val_steps=0,
         callbacks=[
-            ob.callbacks.VarianceFreeze(fraction=chosen.freeze_fraction),
+            ob.callbacks.VarianceFreeze(chosen.freeze_fraction),
             ob.callbacks.CompressionStats(),
             ob.callbacks.ReplicaConsistency(),
         ],

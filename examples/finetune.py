@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
     warnings.filterwarnings("ignore", ".*does not have many workers.*")
     pl.seed_everything(1, workers=True)
 
-    trainer = trainer_for("onebit_adam", chosen.steps, chosen.devices, [ob.callbacks.VarianceFreeze(fraction=0.2)])
+    trainer = trainer_for("onebit_adam", chosen.steps, chosen.devices, [ob.callbacks.VarianceFreeze(0.2)])
     trainer.fit(TextGPT(chosen.layers, chosen.width, lr=4e-3), TextData(chosen.batch_size, chosen.context))
     path = chosen.out / "pretrained.ckpt"
     trainer.save_checkpoint(path)  # and beside it, in a folder, the residuals of each rank

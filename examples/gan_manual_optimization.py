@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> None:
             exchange=ob.ExchangeOptions(block_size=chosen.block_size),
         ),
         max_epochs=chosen.epochs,
-        callbacks=[ob.callbacks.VarianceFreeze(step=chosen.freeze_step), ob.callbacks.CompressionStats()],
+        callbacks=[ob.callbacks.VarianceFreeze(chosen.freeze_step), ob.callbacks.CompressionStats()],
         logger=False,
         enable_checkpointing=False,
         enable_model_summary=False,

@@ -372,7 +372,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.strategy.startswith("ddp"):
         callbacks.append(ob.callbacks.CompressionStats())
         if not options.strategy.startswith(WITHOUT_WARM_UP):
-            callbacks.append(ob.callbacks.VarianceFreeze(fraction=options.freeze_fraction))
+            callbacks.append(ob.callbacks.VarianceFreeze(options.freeze_fraction))
 
     trainer = pl.Trainer(
         accelerator=options.accelerator,

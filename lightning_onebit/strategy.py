@@ -89,7 +89,7 @@ class OnebitMixin(_Base):
 
     ``configure_optimizers`` returns an optimizer of this package, best made by ``self.trainer.strategy.optimizer(params, lr=...)``,
     which knows the strategy's options. A plain ``torch.optim.Adam`` or ``AdamW`` is converted. Where nothing says when the dense
-    warm-up ends, ``VarianceFreeze(mode="auto", max_fraction=0.2)`` is added.
+    warm-up ends, ``VarianceFreeze()`` is added.
 
     Args:
         algorithm: ``"onebit_adam"``, ``"onebit_lamb"``, ``"zero_one_adam"`` or ``"binsgdm"`` (alias ``"birder"``).
@@ -224,6 +224,11 @@ class OnebitMixin(_Base):
     def onebit_optimizers(self) -> list[OnebitOptimizer]:
         """The compressed optimizers in use: empty before fitting, and if all optimizers are trained densely."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, OnebitOptimizer)]
+
+    @property
+    def timeout(self) -> timedelta:
+        """Bound of every wait for other ranks that is not within an optimizer's exchange."""
+        return self._timeout or DEFAULT_TIMEOUT
 
     def optimizer(self, params: Any, **kwargs: Any) -> OnebitOptimizer:
         """Makes the optimizer of this strategy's algorithm, with the strategy's options.
@@ -409,7 +414,7 @@ class OnebitMixin(_Base):
     def _connect_dense(self) -> Transport:
         assert self._run is not None
         topology = Topology.create(self._run.new_group(self._timeout), timeout=self._timeout)
-        return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, "dense averaging")
+        return Transport(topology, ByteLedger(), self.timeout, "dense averaging")
 
     def _adopt(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The optimizer that trains in the place of one of ``configure_optimizers``; raises if it cannot be trained."""
@@ -556,8 +561,7 @@ class OnebitMixin(_Base):
         fits = trainer.state.fn == "fit"
         chosen = "freeze_step" in self._options or any(isinstance(c, self._freeze_callback) for c in trainer.callbacks)
         if fits and self._algorithm.warm_up and not chosen:
-            self._default_freeze = self._freeze_callback(mode="auto", max_fraction=0.2)
-            self._default_freeze.added_by_strategy = True
+            self._default_freeze = self._freeze_callback()
             trainer.callbacks.insert(0, self._default_freeze)
 
     def _settle_freeze(self, trainer: Any) -> None:
@@ -574,9 +578,9 @@ class OnebitMixin(_Base):
             self._withdraw_freeze(trainer)
             return
         rank_zero_info(
-            'Nothing says when the dense warm-up ends: added VarianceFreeze(mode="auto", max_fraction=0.2), which ends it when the '
-            "learning rate no longer rises, after 10 % of the planned steps at the earliest and 20 % at the latest. Add VarianceFreeze to "
-            "the Trainer's callbacks, or give `freeze_step`, to choose."
+            "Nothing says when the dense warm-up ends: added VarianceFreeze(), which ends it when the learning rate no longer rises, "
+            "after 10 % of the planned steps at the earliest and 20 % at the latest. Add VarianceFreeze to the Trainer's callbacks, or "
+            "give `freeze_step`, to choose."
         )
 
     def _withdraw_freeze(self, trainer: Any) -> None:
@@ -881,7 +885,7 @@ class OnebitMixin(_Base):
     def _everyone(self, name: str) -> Transport:
         """All ranks, for small rounds that neither training nor its accounts know of."""
         topology = Topology.create(None, timeout=self._timeout)
-        return Transport(topology, ByteLedger(), self._timeout or DEFAULT_TIMEOUT, name)
+        return Transport(topology, ByteLedger(), self.timeout, name)
 
     def on_exception(self, exception: BaseException) -> None:
         """Lightning's; lets signals through again, and says what replaces the wrapper of DDP, which a module here does not have."""

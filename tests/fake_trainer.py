@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from datetime import timedelta
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,10 +14,17 @@ from harness import grouped
 from lightning_onebit.optim import OnebitAdam
 
 
+def documented_metrics() -> set[str]:
+    """Names that docs/metrics.md promises to loggers."""
+    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
+    return set(re.findall(r"^\| `(onebit/\w+)`", page, re.MULTILINE))
+
+
 class FakeStrategy:
     def __init__(self, optimizers: list[Any]) -> None:
         self.onebit_optimizers = optimizers
         self.broadcasts = 0
+        self.timeout = timedelta(seconds=30)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         self.broadcasts += 1
@@ -34,12 +44,8 @@ class FakeTrainer:
         self.world_size = 2
         self.accumulate_grad_batches = 1
         self.progress_bar_callback: Any = None
-        self.log_dir: str | None = None
-        self.loggers: list[Any] = []
-        self.default_root_dir = "."
         self._logger_connector = SimpleNamespace(should_update_logs=True)
         self.is_last_batch = False
-        self.is_global_zero = True
         self.fit_loop = SimpleNamespace(epoch_loop=SimpleNamespace(_batches_that_stepped=0))
 
     @property

@@ -92,7 +92,7 @@ def main() -> None:
         arguments = [a for a in sys.argv[4:] if a != "alone"]
         cli.LightningCLI(Model, args=["fit", *arguments], trainer_defaults=settings, save_config_callback=None)
         return
-    callbacks = [ob.callbacks.VarianceFreeze(step=3)]
+    callbacks = [ob.callbacks.VarianceFreeze(3)]
     strategy = ob.OnebitStrategy() if MODE == "instance" else MODE.removeprefix("string:")
     pl.Trainer(strategy=strategy, callbacks=callbacks, **settings).fit(Configured())
 

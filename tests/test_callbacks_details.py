@@ -26,27 +26,25 @@ from lightning_onebit.callbacks.probe import LinkProbeMixin
 from lightning_onebit.callbacks.stats import CompressionStatsMixin
 from lightning_onebit.checkpoint import ShardError, Stamp, agree, read_shard, shard_path, write_shard
 from lightning_onebit.comm import ByteLedger, Topology, Transport
-from lightning_onebit.optim import OnebitAdam, Phase
+from lightning_onebit.optim import ExchangeOptions, OnebitAdam, Phase
 from lightning_onebit.planner import Cluster, Job, predict
 
 
 def two_groups(*betas: float) -> OnebitAdam:
     groups = [{"params": [torch.nn.Parameter(torch.randn(40))], "betas": (0.9, b2)} for b2 in betas]
-    return OnebitAdam(groups, force_compression=True, block_size=32, kernels="reference")
+    return OnebitAdam(groups, exchange=ExchangeOptions(_alone=True, block_size=32, kernels="reference"))
 
 
 @pytest.mark.parametrize("betas", [(0.9, 0.5), (0.5, 0.9)])
 def test_the_guard_thaws_for_as_long_as_the_slowest_group_needs(betas: Any, said: Any) -> None:
     optimizer = two_groups(*betas)
-    _, phases = _run(
-        [VarianceFreezeMixin(step=5), DivergenceGuardMixin(5)], optimizer, [1.0] * 5 + [9.0] * 5 + [1.0] * 30
-    )
+    _, phases = _run([VarianceFreezeMixin(5), DivergenceGuardMixin(5)], optimizer, [1.0] * 5 + [9.0] * 5 + [1.0] * 30)
     assert phases[9:].index("compressed") == 10
 
 
 def test_a_second_fit_forgets_the_losses_of_the_first(said: Any) -> None:
     optimizer = onebit_adam()
-    callbacks = [VarianceFreezeMixin(step=2), DivergenceGuardMixin(5)]
+    callbacks = [VarianceFreezeMixin(2), DivergenceGuardMixin(5)]
     trainer, _ = _run(callbacks, optimizer, [1.0] * 10 + [9.0] * 2)
     _run(callbacks, optimizer, [1.0] * 5, trainer)
     assert said.warnings == []
@@ -54,19 +52,19 @@ def test_a_second_fit_forgets_the_losses_of_the_first(said: Any) -> None:
 
 def test_the_best_loss_is_in_the_guards_checkpoint(said: Any) -> None:
     first = DivergenceGuardMixin(5)
-    _run([VarianceFreezeMixin(step=2), first], onebit_adam(), [1.0] * 5)
+    _run([VarianceFreezeMixin(2), first], onebit_adam(), [1.0] * 5)
     resumed, optimizer = DivergenceGuardMixin(5, dense_steps=50), onebit_adam()
     resumed.load_state_dict(first.state_dict())
-    _run([VarianceFreezeMixin(step=1), resumed], optimizer, [1.6] * 10)
+    _run([VarianceFreezeMixin(1), resumed], optimizer, [1.6] * 10)
     assert len(said.warnings) == 1 and "the best was 1" in said.warnings[0]
 
 
 def _residual_of_one_rank(rank: int, world: int) -> Phase:
     _Said()
     torch.manual_seed(0)
-    optimizer = onebit_adam(force_compression=False)
+    optimizer = onebit_adam(_alone=False)
     optimizer.residual_ratio = lambda: 11.0 if rank else 1.0
-    _run([VarianceFreezeMixin(step=5), DivergenceGuardMixin(5, loss_factor=None, timeout=30)], optimizer, [1.0] * 10)
+    _run([VarianceFreezeMixin(5), DivergenceGuardMixin(5, loss_factor=None)], optimizer, [1.0] * 10)
     return optimizer.phase
 
 
@@ -127,7 +125,7 @@ def test_a_fraction_is_of_all_steps_where_a_fit_goes_on_with_the_same_optimizer(
     trainer = FakeTrainer([optimizer], planned=8)
     for planned in (8, 20):  # fitted further with the same optimizer, whose steps the Trainer has counted
         trainer.estimated_stepping_batches = planned
-        callback = VarianceFreezeMixin(fraction=0.7) if planned == 20 else VarianceFreezeMixin(step=100)
+        callback = VarianceFreezeMixin(0.7) if planned == 20 else VarianceFreezeMixin(100)
         trainer.callbacks = []
         trainer.start(callback)
         for _ in range(8 if planned == 8 else 12):
@@ -166,7 +164,7 @@ def test_the_longest_rest_of_a_learning_rate_tells_when_its_rise_is_over() -> No
 
 def _signs(rank: int, world: int) -> Any:
     torch.manual_seed(0)
-    optimizer = onebit_adam(force_compression=False)
+    optimizer = onebit_adam(_alone=False)
     callback, module = CompressionStatsMixin(sign_agreement_every_n_steps=1, summary=False), FakeModule()
     trainer = FakeTrainer([optimizer])
     trainer.start(callback, module)

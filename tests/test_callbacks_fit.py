@@ -16,7 +16,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from fake_trainer import documented_metrics
+from harness import grouped, run_ranks
 from lightning_support import resumes_within_epochs
 
 TREES = ["lightning.pytorch", "pytorch_lightning"]
@@ -62,7 +63,7 @@ def _model(ns: SimpleNamespace, schedule: Any = None, **options: Any) -> Any:
             return torch.nn.functional.cross_entropy(self.net(x), y)
 
         def configure_optimizers(self) -> Any:
-            optimizer = OnebitAdam(self.parameters(), lr=1e-2, kernels="reference", **options)
+            optimizer = OnebitAdam(self.parameters(), lr=1e-2, **grouped(options, kernels="reference"))
             if schedule is None:
                 return optimizer
             scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
@@ -72,7 +73,7 @@ def _model(ns: SimpleNamespace, schedule: Any = None, **options: Any) -> Any:
 
 
 def _two_optimizers(ns: SimpleNamespace) -> Any:
-    from lightning_onebit import OnebitAdam
+    from lightning_onebit import ExchangeOptions, OnebitAdam
 
     class Model(ns.pl.LightningModule):
         def __init__(self) -> None:
@@ -90,7 +91,8 @@ def _two_optimizers(ns: SimpleNamespace) -> Any:
                 optimizer.step()
 
         def configure_optimizers(self) -> Any:
-            return [OnebitAdam(part.parameters(), kernels="reference") for part in (self.first, self.second)]
+            exchange = ExchangeOptions(kernels="reference")
+            return [OnebitAdam(part.parameters(), exchange=exchange) for part in (self.first, self.second)]
 
     return Model()
 
@@ -137,8 +139,8 @@ def _fixed(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     """A fraction with a CSV and a TensorBoard logger, a checkpoint, statistics and the replica check."""
     said = _Said()
     callbacks = [
-        ns.ob.VarianceFreeze(fraction=0.25),
-        ns.ob.CompressionStats(1, sign_agreement_every_n_steps=1, figure=True),
+        ns.ob.VarianceFreeze(0.25),
+        ns.ob.CompressionStats(1, sign_agreement_every_n_steps=1),
         ns.ob.ReplicaConsistency(every_n_steps=3),
     ]
     loggers = [ns.loggers.CSVLogger(directory, name="csv"), ns.loggers.TensorBoardLogger(directory, name="tb")]
@@ -159,7 +161,7 @@ def _fixed(ns: SimpleNamespace, rank: int, directory: str) -> Any:
 
 def _accumulated(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     _Said()
-    trainer = _trainer(ns, [ns.ob.VarianceFreeze(fraction=0.5), ns.ob.CompressionStats()], accumulate_grad_batches=2)
+    trainer = _trainer(ns, [ns.ob.VarianceFreeze(0.5), ns.ob.CompressionStats()], accumulate_grad_batches=2)
     trainer.fit(_model(ns), _loader())
     return _counts(trainer)
 
@@ -170,7 +172,7 @@ def _scheduled(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     scheduler = importlib.import_module(f"{ns.package}.callbacks").GradientAccumulationScheduler
     counts = []
     for max_steps in (-1, 15):
-        callbacks = [ns.ob.VarianceFreeze(fraction=1 / 3), scheduler({0: 1, 1: 4})]
+        callbacks = [ns.ob.VarianceFreeze(1 / 3), scheduler({0: 1, 1: 4})]
         trainer = _trainer(ns, callbacks, max_epochs=4, max_steps=max_steps)
         trainer.fit(_model(ns), _loader())
         counts.append(_counts(trainer))
@@ -182,7 +184,7 @@ def _shared_steps(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     _Said()
     counts = []
     for options in ({"max_epochs": -1, "max_steps": 20}, {"max_epochs": 2, "max_steps": 20}, {"max_steps": 40}):
-        trainer = _trainer(ns, [ns.ob.VarianceFreeze(fraction=0.5)], **options)
+        trainer = _trainer(ns, [ns.ob.VarianceFreeze(0.5)], **options)
         trainer.fit(_two_optimizers(ns), _loader())
         counts.append(_counts(trainer))
     return counts
@@ -190,7 +192,7 @@ def _shared_steps(ns: SimpleNamespace, rank: int, directory: str) -> Any:
 
 def _auto(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     said = _Said()
-    trainer = _trainer(ns, [ns.ob.VarianceFreeze(mode="auto", max_fraction=0.9)], max_epochs=4)
+    trainer = _trainer(ns, [ns.ob.VarianceFreeze(latest=0.9)], max_epochs=4)
     trainer.fit(_model(ns, lambda done: min(1.0, (done + 1) / 20), refresh="never"), _loader())
     return {"counts": _counts(trainer), "said": said.lines}
 
@@ -208,7 +210,7 @@ def _default(ns: SimpleNamespace, rank: int, directory: str) -> Any:
 
 def _several(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     said = _Said()
-    callbacks = [ns.ob.VarianceFreeze(step=3), ns.ob.CompressionStats(1), ns.ob.ReplicaConsistency(4)]
+    callbacks = [ns.ob.VarianceFreeze(3), ns.ob.CompressionStats(1), ns.ob.ReplicaConsistency(4)]
     trainer = _trainer(ns, callbacks)
     trainer.fit(_two_optimizers(ns), _loader(6))
     return {"counts": _counts(trainer), "said": said.lines, "names": sorted(trainer.callback_metrics)}
@@ -221,7 +223,7 @@ def _resumed(ns: SimpleNamespace, rank: int, directory: str) -> Any:
 
     def fit(ckpt_path: str | None) -> Any:
         callbacks = [
-            ns.ob.VarianceFreeze(mode="auto", min_step=4, max_step=11),
+            ns.ob.VarianceFreeze(earliest=4, latest=11),
             checkpoints(directory, "{step}", every_n_train_steps=5, save_top_k=-1),
         ]
         trainer = _trainer(ns, callbacks, enable_checkpointing=True)
@@ -248,9 +250,9 @@ def _guarded(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     step = model.training_step
     model.training_step = lambda batch, batch_idx: step(batch, batch_idx) * (50.0 if 8 <= batch_idx < 12 else 1.0)
     callbacks = [
-        ns.ob.LinkProbe(0.05, repeats=1, watch_steps=1, timeout=30),
-        ns.ob.VarianceFreeze(step=4),
-        ns.ob.DivergenceGuard(4, loss_factor=20.0, dense_steps=4, timeout=30),
+        ns.ob.LinkProbe(0.05, watch_steps=1),
+        ns.ob.VarianceFreeze(4),
+        ns.ob.DivergenceGuard(4, loss_factor=20.0, dense_steps=4),
         ns.ob.ReplicaConsistency(1),
     ]
     trainer = _trainer(ns, callbacks)
@@ -266,7 +268,7 @@ def _spoiled(ns: SimpleNamespace, rank: int, directory: str) -> Any:
                 with torch.no_grad():
                     pl_module.net[2].bias[0] += 1e-7
 
-    trainer = _trainer(ns, [Spoil(), ns.ob.VarianceFreeze(step=2), ns.ob.ReplicaConsistency(every_n_steps=4)])
+    trainer = _trainer(ns, [Spoil(), ns.ob.VarianceFreeze(2), ns.ob.ReplicaConsistency(every_n_steps=4)])
     try:
         trainer.fit(_model(ns), _loader())
     except RuntimeError as error:
@@ -278,11 +280,11 @@ def _refused(ns: SimpleNamespace, rank: int, directory: str) -> Any:
     """Misuse that must end in a clear error before a step is made."""
     endless = torch.utils.data.DataLoader(_Endless(), batch_size=4)
     cases = {
-        "conflict": (_model(ns, freeze_step=3), [ns.ob.VarianceFreeze(step=5)], {}, None),
-        "endless": (_model(ns), [ns.ob.VarianceFreeze(fraction=0.2)], {"max_epochs": -1}, endless),
-        "endless_auto": (_model(ns), [ns.ob.VarianceFreeze(mode="auto")], {"max_epochs": -1}, endless),
+        "conflict": (_model(ns, freeze_step=3), [ns.ob.VarianceFreeze(5)], {}, None),
+        "endless": (_model(ns), [ns.ob.VarianceFreeze(0.2)], {"max_epochs": -1}, endless),
+        "endless_auto": (_model(ns), [ns.ob.VarianceFreeze()], {"max_epochs": -1}, endless),
         "endless_default": (_model(ns), [], {}, endless),
-        "ddp_freeze": (_model(ns), [ns.ob.VarianceFreeze(step=5)], {"strategy": "ddp"}, None),
+        "ddp_freeze": (_model(ns), [ns.ob.VarianceFreeze(5)], {"strategy": "ddp"}, None),
         "ddp_stats": (_model(ns), [ns.ob.CompressionStats()], {"strategy": "ddp"}, None),
     }
     found = {}
@@ -345,12 +347,10 @@ def test_a_fraction_of_the_planned_steps_stays_dense_on_every_rank(fits: list[di
 def test_the_freeze_is_forecast_before_and_announced_at_the_switch(fits: list[dict[str, Any]]) -> None:
     said = [" ".join(text.split()) for text in fits[0]["_fixed"]["said"]]
     assert "3 dense steps of 12 planned (w = 25.0%)" in said[0]
-    assert ["freezes its variance" in line for line in said] == [False, True, False, False]
+    assert ["freezes its variance" in line for line in said] == [False, True, False]
 
 
 def test_loggers_get_the_documented_names_at_lightnings_interval(fits: list[dict[str, Any]]) -> None:
-    from lightning_onebit.callbacks.stats import METRICS
-
     result = fits[0]["_fixed"]
     path = next(Path(result["log_dir"]).rglob("metrics.csv"))
     with path.open() as file:
@@ -360,9 +360,9 @@ def test_loggers_get_the_documented_names_at_lightnings_interval(fits: list[dict
     assert float(rows[-1]["onebit/total_bytes_sent"]) == result["total"]["bytes_sent"]
     assert float(rows[-1]["onebit/ratio"]) > 5 > 1.1 > float(rows[0]["onebit/ratio"])
     logged = {name for name in rows[0] if name.startswith("onebit/")}
-    absent = {name.split("/")[1] for name in set(METRICS) - logged}
+    absent = {name.split("/")[1] for name in documented_metrics() - logged}
     assert {name for name in absent if not name.startswith("trust_ratio")} == {"bytes_intra", "bytes_inter"}
-    assert logged <= set(METRICS)
+    assert logged <= documented_metrics()
     assert all(row["onebit/residual_ratio"] and row["onebit/sign_agreement"] for row in rows[1:])
 
 
@@ -382,13 +382,11 @@ def test_callback_metrics_hold_the_last_step_for_checkpoint_monitors(fits: list[
         assert metrics["onebit/total_bytes_sent"] == result["_fixed"]["total"]["bytes_sent"]
 
 
-def test_table_and_figure_come_at_the_end(fits: list[dict[str, Any]]) -> None:
+def test_the_table_comes_at_the_end(fits: list[dict[str, Any]]) -> None:
     from lightning_onebit.callbacks.stats import format_bytes
 
     result = fits[0]["_fixed"]
     assert f"all ranks together sent {format_bytes(2 * result['total']['bytes_sent'])}" in result["said"][2]
-    assert (Path(result["log_dir"]) / "onebit_compression.png").read_bytes().startswith(b"\x89PNG")
-    assert "onebit_compression.png" in result["said"][3]
 
 
 def test_an_optimizer_step_over_several_batches_counts_once(fits: list[dict[str, Any]]) -> None:
@@ -429,7 +427,7 @@ def test_the_automatic_rule_goes_on_from_a_checkpoint(fits: list[dict[str, Any]]
         resumed = result["_resumed"]
         # the longest gap is that from step 1 to step 4: over with the fourth step after the last rise
         assert resumed["whole"] == resumed["rest"] == [(9, 3)]
-        assert resumed["kept"][0]["last_rise"] == resumed["kept"][0]["seen"] == 5
+        assert resumed["kept"][0]["learning_rate"]["last_rise"] == resumed["kept"][0]["seen"] == 5
         assert len(resumed["switches"]) == 2 and all("no longer rises" in line for line in resumed["switches"])
 
 
@@ -457,12 +455,12 @@ def test_a_spoiled_replica_stops_the_run_on_all_ranks_and_is_named(fits: list[di
 @pytest.mark.parametrize(
     ("case", "words"),
     [
-        ("conflict", ["freeze_step=3", "VarianceFreeze(step=5)", "remove one"]),
-        ("endless", ["`fraction=0.2`", "unknown", "`step=`"]),
-        ("endless_auto", ["`max_fraction=0.2`", "unknown", "`max_step=`"]),
+        ("conflict", ["freeze_step=3", "VarianceFreeze(at=5)", "remove one"]),
+        ("endless", ["at=0.2", "unknown", "`VarianceFreeze(at=...)`"]),
+        ("endless_auto", ["latest=0.2", "unknown", "`VarianceFreeze(latest=...)`"]),
         (
             "endless_default",
-            ["unknown", "20%", "`Trainer(max_steps=...)`", "`freeze_step=`", "add `VarianceFreeze(step=...)`"],
+            ["unknown", "20%", "`Trainer(max_steps=...)`", "`freeze_step=`", "`VarianceFreeze(latest=...)`"],
         ),
         ("ddp_freeze", ["VarianceFreeze", "DDPStrategy", 'strategy="onebit_adam"']),
         ("ddp_stats", ["CompressionStats", "DDPStrategy", 'strategy="onebit_adam"']),
@@ -499,7 +497,7 @@ def test_callbacks_are_those_of_the_tree_the_user_has_loaded(tree: str, package_
             "names = ob.callbacks.__all__",
             "assert all(issubclass(getattr(ob.callbacks, name), pl.Callback) for name in names)",
             "assert set(names) <= set(dir(ob.callbacks))",
-            "assert ob.callbacks.VarianceFreeze(step=3).step == 3",
+            "assert ob.callbacks.VarianceFreeze(3).at == 3",
             "import sys; others = {'lightning.pytorch', 'pytorch_lightning'} - {pl.__name__}",
             "print(others & set(sys.modules))",
         ]
@@ -508,7 +506,7 @@ def test_callbacks_are_those_of_the_tree_the_user_has_loaded(tree: str, package_
 
 
 @pytest.mark.parametrize(
-    "name", ["VarianceFreeze(step=2)", "CompressionStats()", "ReplicaConsistency()", "LinkProbe()", "DivergenceGuard()"]
+    "name", ["VarianceFreeze(2)", "CompressionStats()", "ReplicaConsistency()", "LinkProbe()", "DivergenceGuard()"]
 )
 @pytest.mark.parametrize("tree", TREES)
 def test_a_callback_of_the_wrong_tree_is_refused_with_the_right_import(tree: str, name: str) -> None:
@@ -558,9 +556,9 @@ def test_lightnings_progress_bars_show_the_item(
     monkeypatch.setenv("COLUMNS", "200")
     ns = _namespace("lightning.pytorch")
     progress = getattr(importlib.import_module("lightning.pytorch.callbacks"), bar)(refresh_rate=1)
-    callbacks = [ns.ob.VarianceFreeze(step=2), ns.ob.CompressionStats(summary=False), progress]
+    callbacks = [ns.ob.VarianceFreeze(2), ns.ob.CompressionStats(summary=False), progress]
     trainer = _trainer(ns, callbacks, devices=1, enable_progress_bar=True)
-    trainer.fit(_model(ns, force_compression=True), _loader(3))
+    trainer.fit(_model(ns, _alone=True), _loader(3))
     written = capsys.readouterr()
     assert re.search(r"sent[=:] *\d[\w.]* *\d[\d.]*x", written.out + written.err), written
 
@@ -579,9 +577,9 @@ def test_a_configuration_file_names_the_callbacks_by_class_path(tree: str, tmp_p
           logger: false
           callbacks:
             - class_path: lightning_onebit.callbacks.VarianceFreeze
-              init_args: {mode: auto, max_fraction: 0.3}
+              init_args: {at: auto, latest: 0.3}
             - class_path: lightning_onebit.callbacks.CompressionStats
-              init_args: {residual_every_n_steps: null, figure: curves.png}
+              init_args: {residual_every_n_steps: null}
             - class_path: lightning_onebit.callbacks.ReplicaConsistency
             - class_path: lightning_onebit.callbacks.LinkProbe
             - class_path: lightning_onebit.callbacks.DivergenceGuard
@@ -594,11 +592,11 @@ def test_a_configuration_file_names_the_callbacks_by_class_path(tree: str, tmp_p
         from {tree}.demos.boring_classes import BoringModel
         cli = LightningCLI(BoringModel, run=False, args=["--config", {str(config)!r}])
         freeze, stats, check = cli.trainer.callbacks[:3]
-        print(freeze.mode, freeze.max_fraction, stats.residual_every_n_steps, stats.figure, check.every_n_steps)
+        print(freeze.at, freeze.latest, stats.residual_every_n_steps, check.every_n_steps)
         again = cli.parser.dump(cli.config)
         open({str(tmp_path / "again.yaml")!r}, "w").write(again)
         cli = LightningCLI(BoringModel, run=False, args=["--config", {str(tmp_path / "again.yaml")!r}])
         print([type(callback).__module__ for callback in cli.trainer.callbacks[:5]])
     """
     bound = "lightning_onebit." + tree.split(".")[0]
-    assert _python(code).splitlines() == ["auto 0.3 None curves.png 1000", str([bound] * 5)]
+    assert _python(code).splitlines() == ["auto 0.3 None 1000", str([bound] * 5)]

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from fake_trainer import FakeModule, FakeTrainer, onebit_adam
+from fake_trainer import FakeModule, FakeTrainer, documented_metrics, onebit_adam
 from harness import run_ranks
 
 from lightning_onebit.callbacks.stats import (
-    FIGURE_NAME,
-    METRICS,
     CompressionStatsMixin,
     format_bytes,
     format_ratio,
 )
-from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.optim import ExchangeOptions, OnebitAdam
 
 
 def _train(callback: Any, optimizers: list[Any], steps: int, *, freeze_after: int = 2, trainer: Any = None) -> Any:
@@ -49,21 +45,19 @@ def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def test_every_logged_name_is_documented_and_every_documented_name_exists() -> None:
     _, module = _train(CompressionStatsMixin(1), [onebit_adam()], 5)
-    logged = {name for values in module.logged for name in values}
-    assert logged <= set(METRICS)
+    logged, documented = {name for values in module.logged for name in values}, documented_metrics()
+    assert logged <= documented
     # Those that need several nodes, an option, or something to compare with appear elsewhere.
     special = {"bytes_intra", "bytes_inter", "sign_agreement", "ratio"}
-    absent = {name.split("/")[1] for name in set(METRICS) - logged}
+    absent = {name.split("/")[1] for name in documented - logged}
     assert {name for name in absent if not name.startswith("trust_ratio")} <= special
-    page = (Path(__file__).parents[1] / "docs" / "metrics.md").read_text()
-    assert set(re.findall(r"^\| `(onebit/\w+)`", page, re.MULTILINE)) == set(METRICS)
 
 
 def test_names_of_several_optimizers_end_in_their_number() -> None:
     _, module = _train(CompressionStatsMixin(1), [onebit_adam(), onebit_adam()], 3)
     plain = {name.rsplit("/", 1)[0] for name in module.logged[-1]}
     assert {name.rsplit("/", 1)[1] for name in module.logged[-1]} == {"0", "1"}
-    assert plain <= set(METRICS)
+    assert plain <= documented_metrics()
     _, single = _train(CompressionStatsMixin(1), [onebit_adam()], 3)
     assert not any(name.endswith("/0") for name in single.logged[-1])
 
@@ -192,7 +186,7 @@ def test_the_residual_is_read_at_its_interval_and_in_compressed_steps_only(every
 
 def test_an_optimizer_whose_groups_are_all_dense_has_no_residual() -> None:
     parameters = [{"params": [torch.nn.Parameter(torch.randn(33, 5))], "compress": False}]
-    optimizer = OnebitAdam(parameters, force_compression=True, kernels="reference")
+    optimizer = OnebitAdam(parameters, exchange=ExchangeOptions(_alone=True, kernels="reference"))
     _, module = _train(CompressionStatsMixin(1), [optimizer], 4)
     assert [values.get("onebit/residual_ratio") for values in module.logged] == [None, None, 0.0, 0.0]
 
@@ -286,47 +280,6 @@ def test_no_table_when_not_wanted(said: list[str]) -> None:
     assert said == []
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_the_figure_is_drawn_beside_the_logs_or_where_asked(named: bool, tmp_path: Path, said: list[str]) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "deep" / "down.png" if named else tmp_path / FIGURE_NAME
-    callback = CompressionStatsMixin(1, figure=str(path) if named else True, summary=False)
-    optimizer = onebit_adam()
-    trainer = FakeTrainer([optimizer])
-    trainer.log_dir = str(tmp_path)
-    trainer, module = _train(callback, [optimizer], 6, trainer=trainer)
-    assert [row[0] for row in callback._watches[0].history] == [1, 2, 3, 4, 5, 6]
-    assert callback._watches[0].history[3][5] == 0.25, "the loss"
-    callback.on_train_end(trainer, module)
-    assert path.read_bytes().startswith(b"\x89PNG") and str(path) in said[-1]
-
-
-def test_figures_of_runs_that_share_a_log_folder_do_not_replace_each_other(tmp_path: Path, said: list[str]) -> None:
-    """W&B and MLflow have one ``log_dir`` for all runs; TensorBoard and CSV one per run."""
-    pytest.importorskip("matplotlib")
-    for version, log_dir, place in (
-        ("run1", tmp_path, tmp_path / "project" / "run1"),
-        ("run2", tmp_path, tmp_path / "project" / "run2"),
-        ("version_0", tmp_path / "logs" / "version_0", tmp_path / "logs" / "version_0"),
-    ):
-        trainer = FakeTrainer([onebit_adam()])
-        trainer.log_dir = str(log_dir)
-        trainer.loggers = [SimpleNamespace(save_dir=str(tmp_path), name="project", version=version)]
-        callback = CompressionStatsMixin(1, figure=True, summary=False)
-        trainer, module = _train(callback, trainer.strategy.onebit_optimizers, 3, trainer=trainer)
-        callback.on_train_end(trainer, module)
-        assert (place / FIGURE_NAME).is_file()
-
-
-def test_the_history_of_the_figure_stays_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib")
-    monkeypatch.setattr("lightning_onebit.callbacks.stats.MAX_HISTORY", 8)
-    callback = CompressionStatsMixin(None, figure=True)
-    _train(callback, [onebit_adam()], 40)
-    steps = [row[0] for row in callback._watches[0].history]
-    assert len(steps) <= 8 and steps[0] == 1 and steps == sorted(steps)
-
-
 def test_nothing_is_watched_after_the_fit() -> None:
     for end in ("on_train_end", "on_exception", "teardown"):
         optimizer = onebit_adam()
@@ -338,7 +291,7 @@ def test_nothing_is_watched_after_the_fit() -> None:
         assert len(optimizer._optimizer_step_post_hooks) == 0, end
 
 
-def test_a_second_fit_starts_its_metrics_anew_and_goes_on_with_the_totals() -> None:
+def test_a_second_fit_starts_anew_and_goes_on_with_the_totals(said: list[str]) -> None:
     optimizer = onebit_adam()
     callback = CompressionStatsMixin(1)
     _train(callback, [optimizer], 4)
@@ -348,9 +301,10 @@ def test_a_second_fit_starts_its_metrics_anew_and_goes_on_with_the_totals() -> N
     trainer.step()
     callback.on_train_batch_end(trainer, module, None, None, 0)
     assert module.logged[-1]["onebit/total_bytes_sent"] == 10**6 + optimizer.ledger.last.bytes_sent
-    assert int(callback.metrics[0]["volume"].compute()) == optimizer.ledger.last.bytes_sent
-    assert int(callback.metrics[0]["time"].steps) == 1
-    assert set(callback.metrics[0]) == {"volume", "ratio", "time", "residual"}
+    record = optimizer.ledger.last
+    callback.on_train_end(trainer, module)
+    assert f"all ranks together sent {format_bytes(record.bytes_sent)} in this fit" in said[0]
+    assert f"waiting per step {1000 * record.communication_seconds:.3g} ms" in said[0], "of one step"
 
 
 # ----------------------------------------------------------------------------------------------------------- formatting
@@ -375,27 +329,19 @@ def test_ratios_are_written_with_the_digits_that_matter(ratio: float, text: str)
 @pytest.mark.parametrize(
     ("options", "error", "word"),
     [
-        ({"residual_every_n_steps": 0}, ValueError, "`residual_every_n_steps`"),
-        ({"residual_every_n_steps": "10"}, TypeError, "`residual_every_n_steps`"),
-        ({"sign_agreement_every_n_steps": -1}, ValueError, "`sign_agreement_every_n_steps`"),
-        ({"sign_agreement_every_n_steps": 1.5}, TypeError, "`sign_agreement_every_n_steps`"),
-        ({"progress_bar": 1}, TypeError, "`progress_bar`"),
-        ({"trust_ratios_per_layer": None}, TypeError, "`trust_ratios_per_layer`"),
-        ({"summary": "yes"}, TypeError, "`summary`"),
-        ({"figure": 3}, TypeError, "`figure`"),
-        ({"figure": ""}, ValueError, "`figure=''`"),
-        ({"figure": None}, TypeError, "`figure`"),
+        ({"residual_every_n_steps": 0}, ValueError, "residual_every_n_steps=0"),
+        ({"residual_every_n_steps": "10"}, TypeError, "residual_every_n_steps='10'"),
+        ({"sign_agreement_every_n_steps": -1}, ValueError, "sign_agreement_every_n_steps=-1"),
+        ({"sign_agreement_every_n_steps": 1.5}, TypeError, "sign_agreement_every_n_steps=1.5"),
+        ({"progress_bar": 1}, TypeError, "progress_bar=1"),
+        ({"trust_ratios_per_layer": None}, TypeError, "trust_ratios_per_layer=None"),
+        ({"summary": "yes"}, TypeError, "summary='yes'"),
+        ({"figure": True}, TypeError, "figure"),
     ],
 )
 def test_every_bad_option_is_refused_by_name(options: dict[str, Any], error: type, word: str) -> None:
     with pytest.raises(error, match=word):
         CompressionStatsMixin(**options)
-
-
-def test_a_figure_without_matplotlib_is_refused_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"lightning-onebit\[plot\]"):
-        CompressionStatsMixin(figure=True)
 
 
 def test_a_strategy_that_compresses_nothing_is_refused() -> None:
@@ -415,11 +361,11 @@ def _other_algorithm(rank: int, world: int, kind: str, ranks_per_node: int) -> t
     stats.rank_zero_info = freeze.rank_zero_info = said.append  # type: ignore[assignment]
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(64, 33)), torch.nn.Parameter(torch.randn(7))]
-    optimizer = getattr(optim, kind)(parameters, block_size=32, kernels="reference")
+    optimizer = getattr(optim, kind)(parameters, exchange=ExchangeOptions(block_size=32, kernels="reference"))
     optimizer.configure_communication(None, ranks_per_node=ranks_per_node)
     callbacks: list[Any] = [CompressionStatsMixin(1)]
     if kind != "BinSGDM":
-        callbacks.append(freeze.VarianceFreezeMixin(step=3))
+        callbacks.append(freeze.VarianceFreezeMixin(3))
     trainer, module = FakeTrainer([optimizer]), FakeModule()
     for callback in callbacks:
         trainer.start(callback, module)
@@ -434,7 +380,7 @@ def _other_algorithm(rank: int, world: int, kind: str, ranks_per_node: int) -> t
 def test_every_algorithm_is_reported(kind: str) -> None:
     for logged, said in run_ranks(_other_algorithm, 2, kind, 1):
         assert len(logged) == 8
-        assert {name for values in logged for name in values} <= set(METRICS)
+        assert {name for values in logged for name in values} <= documented_metrics()
         assert all(math.isfinite(value) for values in logged for value in values.values())
         assert logged[-1]["onebit/total_ratio"] > 1
         assert ("onebit/trust_ratio_mean" in logged[-1]) == (kind == "OnebitLamb")

@@ -131,7 +131,7 @@ def test_what_callbacks_say_fits_and_begins_below_the_progress_bar(
     trainer.progress_bar_callback = Bar()
     stats = CompressionStatsMixin(1)
     callbacks: list[Any] = [
-        VarianceFreezeMixin(mode="auto", max_step=3),
+        VarianceFreezeMixin(latest=3),
         stats,
         LinkProbeMixin(watch_steps=1),
     ]

@@ -96,7 +96,7 @@ def test_lightning_cli_by_name_with_our_optimizer_and_callback(tmp_path: Path) -
         "--optimizer.lr=0.04",
         "--optimizer.exchange.block_size=64",
         "--trainer.callbacks+=lightning_onebit.callbacks.VarianceFreeze",
-        "--trainer.callbacks.step=3",
+        "--trainer.callbacks.at=3",
     )
     assert found["strategy"] == "lightning_onebit.lightning.OnebitStrategy"
     assert (found["optimizer"], found["lr"]) == ("OnebitAdam", 0.04)

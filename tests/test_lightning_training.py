@@ -568,7 +568,7 @@ def manual(rank: int, world: int) -> dict[str, Any]:
 def frozen_late(pl: Any) -> Any:
     from lightning_onebit.lightning import VarianceFreeze
 
-    return VarianceFreeze(step=10_000)
+    return VarianceFreeze(10_000)
 
 
 def test_manual_optimization_with_a_compressed_and_a_dense_optimizer() -> None:

@@ -204,7 +204,7 @@ def accumulation_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
         def freeze(algorithm: str = algorithm) -> list[Any]:
             if algorithm == "zero_one_adam":
                 return []
-            return [ob.callbacks.VarianceFreeze(mode="auto", min_step=8, max_fraction=0.9)]
+            return [ob.callbacks.VarianceFreeze(earliest=8, latest=0.9)]
 
         through = fit(pl, algorithm, place, callbacks=freeze(), **common)
         for cut in (3, 6, 9):
@@ -237,10 +237,10 @@ def guarded_rank(rank: int, world: int, folder: str) -> dict[int, Any]:
     pl = enter(rank)
 
     def fitted(place: str | None, **kwargs: Any) -> tuple[list[Any], float, dict[str, Any]]:
-        guard, seen = ob.callbacks.DivergenceGuard(5, timeout=30), []
+        guard, seen = ob.callbacks.DivergenceGuard(5), []
         compare = guard._compare_notes
         guard._compare_notes = lambda *args: seen.append(compare(*args)) or seen[-1]
-        callbacks = [ob.callbacks.VarianceFreeze(step=2), guard]
+        callbacks = [ob.callbacks.VarianceFreeze(2), guard]
         result = fit(pl, "onebit_adam", place, options={}, callbacks=callbacks, max_steps=15, **kwargs)
         return seen, guard.best_loss, result["state"]
 

@@ -287,7 +287,8 @@ def test_a_strategy_can_be_pickled_for_spawn(tree: str) -> None:
     strategy = strategy_class(tree)(freeze_step=5, timeout=timedelta(seconds=77), precision_plugin=plugin)
     strategy.optimizer([torch.nn.Parameter(torch.zeros(2))])
     copy = pickle.loads(pickle.dumps(strategy))
-    assert type(copy) is type(strategy) and copy._timeout == timedelta(seconds=77)
+    assert type(copy) is type(strategy) and copy.timeout == timedelta(seconds=77)
+    assert strategy_class(tree)(timeout=None).timeout == timedelta(minutes=30)
     assert copy.optimizer([torch.nn.Parameter(torch.zeros(2))]).freeze_step == 5
     # the copy's plugin clips compressed optimizers by their own rule, on the copy and not on the original
     x = torch.nn.Parameter(torch.zeros(4))
@@ -470,7 +471,7 @@ def scaled_precision() -> Any:
 def freeze_callback() -> Any:
     from lightning_onebit.lightning import VarianceFreeze
 
-    return VarianceFreeze(step=3)
+    return VarianceFreeze(3)
 
 
 FACTORIES = ["self.trainer.strategy.optimizer", "lightning_onebit.OnebitAdam", 'other_optimizers="dense"']
@@ -683,7 +684,7 @@ def default_freeze(rank: int, world: int) -> dict[str, Any]:
         optimizers = trainer.strategy.onebit_optimizers
         dense = [o.freeze_step or o.steps - o.ledger.compressed_steps for o in optimizers]
         found[name] = (
-            [(c.mode, c.step, c.max_fraction) for c in seen],
+            [(c.at, c.latest) for c in seen],
             sum("VarianceFreeze" in line for line in lines),
             sum("converted" in line for line in lines),
             [str(o.phase.value) for o in optimizers],
@@ -694,12 +695,12 @@ def default_freeze(rank: int, world: int) -> dict[str, Any]:
     fit("twice", "onebit_adam", onebit(None, _alone=True), fits=2)
     fit("optimizer", "onebit_adam", onebit(3))
     fit("strategy", strategy_class()(freeze_step=3), adamw())
-    fit("callback", "onebit_adam", onebit(None, _alone=True), [VarianceFreeze(step=3)])
+    fit("callback", "onebit_adam", onebit(None, _alone=True), [VarianceFreeze(3)])
     fit(
         "model's callback",
         "onebit_adam",
         onebit(None, _alone=True),
-        configure_callbacks=lambda module: VarianceFreeze(step=3),
+        configure_callbacks=lambda module: VarianceFreeze(3),
     )
     fit("dense", strategy_class()(other_optimizers="dense"), sgd)
     return found
@@ -708,12 +709,12 @@ def default_freeze(rank: int, world: int) -> dict[str, Any]:
 def test_a_freeze_is_added_exactly_where_nothing_says_when_the_warm_up_ends() -> None:
     [found] = run_ranks(default_freeze, 1)
     # 4 batches per epoch, 5 epochs: after two steps it is known that the learning rate does not rise, and step 18 is a refresh
-    assert found["none"] == ([("auto", None, 0.2)], 1, 0, ["compressed"], [3])
-    assert found["twice"][0] == [("auto", None, 0.2)], "one for each fit, not two"
+    assert found["none"] == ([("auto", 0.2)], 1, 0, ["compressed"], [3])
+    assert found["twice"][0] == [("auto", 0.2)], "one for each fit, not two"
     assert found["optimizer"] == ([], 0, 0, ["compressed"], [3])
     assert found["strategy"] == ([], 0, 1, ["compressed"], [3])
-    assert found["callback"] == ([(None, 3, 0.2)], 0, 0, ["compressed"], [4])
-    assert found["model's callback"] == ([(None, 3, 0.2)], 0, 0, ["compressed"], [4])
+    assert found["callback"] == ([(3, None)], 0, 0, ["compressed"], [4])
+    assert found["model's callback"] == ([(3, None)], 0, 0, ["compressed"], [4])
     assert found["dense"] == ([], 0, 0, [], [])
 
 

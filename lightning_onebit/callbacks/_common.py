@@ -1,51 +1,74 @@
-"""What the callbacks share: checks of options, the compressed optimizers of a Trainer, errors of its tree."""
+"""What the callbacks share: the Trainer, strategy and optimizers that they work with, hooks on steps, a meeting of all ranks."""
 
 from __future__ import annotations
 
 import importlib
-import math
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-
 from lightning_onebit._trees import PACKAGES, check_tree, tree_of
+from lightning_onebit.comm import ByteLedger, Topology, Transport
 
 
-def check_count(name: str, value: Any, *, remedy: str = "give a whole number of steps, at least 1") -> None:
-    """Raises unless ``value`` is an integer of at least 1.
+class OnebitCallback:
+    """A callback that works with the strategies of this package only."""
 
-    Raises:
-        TypeError: not an integer.
-        ValueError: smaller than 1.
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Refuses a Trainer that the callback cannot work with.
+
+        Raises:
+            TypeError: the callback is bound to the other Lightning tree.
+            MisconfigurationException: another strategy, under which the callback could do nothing.
+        """
+        if stage != "fit":
+            return
+        check_tree(self, trainer)
+        if not hasattr(trainer.strategy, "onebit_optimizers"):
+            name = type(self).__name__
+            raise misconfiguration(
+                trainer,
+                f"{name} works with the strategies of lightning_onebit, but the Trainer uses "
+                f"{type(trainer.strategy).__name__}: "
+                f'set `strategy="onebit_adam"` (or an OnebitStrategy), or remove {name}.',
+            )
+
+
+class WatchingCallback(OnebitCallback):
+    """A callback with hooks on the compressed optimizers, which are removed when training ends.
+
+    A subclass registers them in ``on_train_start``. Of what it keeps per optimizer, ``_watches``, every item has the optimizer as
+    ``optimizer``.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"`{name}` must be an integer, got {value!r}: {remedy}.")
-    if value < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {value!r}: {remedy}.")
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches: list[Any] = []
+        self._handles: list[Any] = []
 
-def check_number(name: str, value: Any, low: float, high: float, remedy: str) -> None:
-    """Raises unless ``value`` is a real number with ``low < value < high``.
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Starts watching the optimizers; by now a checkpoint has been loaded."""
+        raise NotImplementedError
 
-    Raises:
-        TypeError: not a number.
-        ValueError: outside of the interval (or not a number at all, ``nan``).
-    """
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"`{name}` must be a number, got {value!r}: {remedy}.")
-    if math.isnan(value) or not low < value < high:
-        raise ValueError(f"`{name}` must lie between {low:g} and {high:g} (both excluded), got {value!r}: {remedy}.")
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Watches the new optimizers where the program has set them up anew (``strategy.setup_optimizers(trainer)``)."""
+        now = trainer.strategy.onebit_optimizers
+        if now and now != [watch.optimizer for watch in self._watches]:
+            self.on_train_start(trainer, pl_module)
 
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Stops watching."""
+        self._release()
 
-def check_flag(name: str, value: Any) -> None:
-    """Raises unless ``value`` is a bool.
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Stops watching."""
+        self._release()
 
-    Raises:
-        TypeError: not a bool.
-    """
-    if not isinstance(value, bool):
-        raise TypeError(f"`{name}` must be True or False, got {value!r}.")
+    def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Stops watching."""
+        self._release()
+
+    def _release(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
 
 
 def misconfiguration(owner: Any, message: str) -> Exception:
@@ -53,37 +76,18 @@ def misconfiguration(owner: Any, message: str) -> Exception:
     tree = tree_of(owner)
     if tree is None:
         return ValueError(message)
-    error: Exception = importlib.import_module(f"{PACKAGES[tree]}.utilities.exceptions").MisconfigurationException(
-        message
-    )
+    exceptions = importlib.import_module(f"{PACKAGES[tree]}.utilities.exceptions")
+    error: Exception = exceptions.MisconfigurationException(message)
     return error
 
 
-def check_trainer(callback: Any, trainer: Any) -> None:
-    """Raises unless ``trainer`` is of the callback's Lightning tree and trains with one of this package's strategies.
-
-    Raises:
-        TypeError: the callback is bound to the other Lightning tree.
-        MisconfigurationException: another strategy, under which the callback could do nothing.
-    """
-    check_tree(callback, trainer)
-    if not hasattr(trainer.strategy, "onebit_optimizers"):
-        name = type(callback).__name__
-        raise misconfiguration(
-            trainer,
-            f"{name} works with the strategies of lightning_onebit, but the Trainer uses "
-            f"{type(trainer.strategy).__name__}: "
-            f'set `strategy="onebit_adam"` (or an OnebitStrategy), or remove {name}.',
-        )
-
-
-def compressed_optimizers(callback: Any, trainer: Any) -> Sequence[Any]:
-    """The compressed optimizers of the running fit.
+def named_optimizers(callback: Any, trainer: Any) -> list[tuple[str, Any]]:
+    """The compressed optimizers of the running fit, each with its name in messages: its class, and its number if there are several.
 
     Raises:
         MisconfigurationException: there are none, so that the callback could do nothing.
     """
-    optimizers: Sequence[Any] = trainer.strategy.onebit_optimizers
+    optimizers = trainer.strategy.onebit_optimizers
     if not optimizers:
         name = type(callback).__name__
         raise misconfiguration(
@@ -91,33 +95,13 @@ def compressed_optimizers(callback: Any, trainer: Any) -> Sequence[Any]:
             f"{name} found no compressed optimizer: `configure_optimizers` returned none and none was converted. "
             f"Return `strategy.optimizer(...)` or an optimizer of lightning_onebit, or remove {name}.",
         )
-    return optimizers
+    numbered = len(optimizers) > 1
+    return [
+        (f"{type(one).__name__} {index}" if numbered else type(one).__name__, one)
+        for index, one in enumerate(optimizers)
+    ]
 
 
-def set_up_anew(trainer: Any, watched: Sequence[Any]) -> bool:
-    """Whether the program has set its optimizers up anew since a callback began to watch them (``strategy.setup_optimizers(trainer)``)."""
-    now = trainer.strategy.onebit_optimizers
-    return bool(now) and now != list(watched)
-
-
-def optimizer_name(index: int, count: int, optimizer: Any) -> str:
-    """How messages call an optimizer: its class, with its number where there are several."""
-    name = type(optimizer).__name__
-    return name if count == 1 else f"{name} {index}"
-
-
-def loss_of(outputs: Any, trainer: Any) -> torch.Tensor | None:
-    """The loss that ``training_step`` returned; None if it returned none.
-
-    Lightning hands callbacks the loss divided by the accumulation factor, which a GradientAccumulationScheduler changes.
-    """
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-    return loss.detach() * trainer.accumulate_grad_batches if isinstance(loss, torch.Tensor) else None
-
-
-def stepped_batches(trainer: Any) -> int:
-    """Batches that ended in an optimizer step so far: what ``trainer.estimated_stepping_batches`` estimates.
-
-    ``trainer.global_step`` is no substitute: it counts the steps of all optimizers together.
-    """
-    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+def everyone(trainer: Any, name: str) -> Transport:
+    """All ranks, for small rounds that the optimizers' ledgers do not count; the strategy's timeout bounds every wait."""
+    return Transport(Topology.create(), ByteLedger(), trainer.strategy.timeout, name)

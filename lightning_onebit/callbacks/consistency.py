@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_onebit._names import shown_as
-from lightning_onebit.callbacks._common import check_count, check_number, check_trainer
-from lightning_onebit.comm import ByteLedger, Topology, Transport, handshake
-from lightning_onebit.optim.options import LONGEST_WAIT
+from lightning_onebit.callbacks._common import OnebitCallback, everyone
+from lightning_onebit.comm import Transport, handshake, share_values
+from lightning_onebit.optim.options import check_integer
 
 # Elements hashed at once: the 64-bit temporaries stay at a few megabytes, whatever the size of the parameter.
 CHUNK = 1 << 20
@@ -51,7 +50,7 @@ def fingerprint(tensor: Tensor) -> Tensor:
 
 
 @shown_as("ReplicaConsistency")
-class ReplicaConsistencyMixin:
+class ReplicaConsistencyMixin(OnebitCallback):
     """Compares the weights of all ranks bit for bit and stops a run whose replicas have drifted apart.
 
     Every rank hashes every parameter (a pass over memory) and all of them exchange the hashes (8 bytes per parameter), and a
@@ -63,7 +62,6 @@ class ReplicaConsistencyMixin:
 
     Args:
         every_n_steps: optimizer steps between two checks (all optimizers counted together, like ``trainer.global_step``).
-        timeout: seconds to wait for the other ranks' hashes.
 
     Raises:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
@@ -71,30 +69,22 @@ class ReplicaConsistencyMixin:
         ReplicaMismatch: (while training, on every rank) naming the first parameter that differs and where.
         PlanMismatch: (when training starts, on every rank) the ranks' parameters have different names, shapes or dtypes; (while
             training) an optimizer's plan differs.
-        CollectiveTimeout: (while training) a rank did not send its hashes in time.
+        CollectiveTimeout: (while training) a rank did not send its hashes within the strategy's ``timeout``.
 
     Example:
         >>> Trainer(strategy="onebit_adam", callbacks=[ReplicaConsistency(every_n_steps=500)])
     """
 
-    def __init__(self, every_n_steps: int = 1000, *, timeout: float = 600.0) -> None:
+    def __init__(self, every_n_steps: int = 1000) -> None:
         super().__init__()
-        check_count("every_n_steps", every_n_steps)
-        check_number("timeout", timeout, 0, LONGEST_WAIT, "give seconds")
+        check_integer("every_n_steps", every_n_steps, least=1)
         self.every_n_steps = every_n_steps
-        self.timeout = timeout
         self._transport: Transport | None = None
         self._checked_at = 0
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses a Trainer of the other Lightning tree and strategies whose ranks do not hold replicas."""
-        if stage == "fit":
-            check_trainer(self, trainer)
-
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Compares names, shapes and dtypes, then the initial weights."""
-        bound = timedelta(seconds=self.timeout)
-        self._transport = Transport(Topology.create(), ByteLedger(), bound, name="ReplicaConsistency")
+        self._transport = everyone(trainer, "ReplicaConsistency")
         parameters = [f"{n} {tuple(p.shape)} {p.dtype}" for n, p in pl_module.named_parameters()]
         handshake(self._transport, parameters, pl_module.device, "parameters")
         self._check(trainer, pl_module)
@@ -118,11 +108,8 @@ class ReplicaConsistencyMixin:
         step = self._checked_at = trainer.global_step
         self._transport.step = step
         names, parameters = zip(*pl_module.named_parameters(), strict=True)
-        device = self._transport.device(pl_module.device)
-        mine = torch.stack([fingerprint(p).to(device) for p in parameters])
-        rows = torch.empty((self._transport.size, len(names)), dtype=torch.int64, device=device)
-        group = self._transport.topology.group
-        self._transport.all_gather(rows, mine, group, what="hashes of the parameters", link=None).wait()
+        mine = torch.stack([fingerprint(p).to(pl_module.device) for p in parameters])
+        rows = share_values(self._transport, mine, "hashes of the parameters")
         _compare(names, rows.cpu(), step)
         for index, optimizer in enumerate(trainer.strategy.onebit_optimizers):
             if optimizer.steps:  # before the first step it makes the same comparison itself

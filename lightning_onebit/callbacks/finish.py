@@ -14,7 +14,8 @@ class FinalSynchronisationMixin:
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Shows the model that all ranks share where a batch made no step (an ``optimizer_step`` that only calls its closure)."""
-        trainer.strategy._show_consensus()
+        for optimizer in trainer.strategy.onebit_optimizers:
+            optimizer.show_consensus()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Brings the replicas together. Collective; reached by all ranks, as ``on_train_end`` is."""

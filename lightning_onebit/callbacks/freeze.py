@@ -4,49 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
+from lightning_onebit._choices import Automatic
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
-from lightning_onebit.callbacks._common import (
-    check_count,
-    check_number,
-    check_trainer,
-    compressed_optimizers,
-    misconfiguration,
-    optimizer_name,
-    set_up_anew,
-    stepped_batches,
-)
+from lightning_onebit.callbacks._common import WatchingCallback, misconfiguration, named_optimizers
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.comm import control_payload_bytes, exchange_collectives, peer_bytes, plan_buckets, ring_bytes
+from lightning_onebit.optim import Phase
+from lightning_onebit.optim.options import check_integer
 
-DEFAULT_MIN_FRACTION = 0.1
-DEFAULT_MAX_FRACTION = 0.2
+# shares of the planned steps between which the automatic rule freezes where nobody has chosen others
+EARLIEST, LATEST = 0.1, 0.2
 
 # Where a compressed step sends more than this share of a dense one, no schedule makes the run worth while.
 LITTLE_GAIN = 0.9
-
-
-def volume_reduction(warmup_share: float, bits: int = 16) -> float:
-    """How many times fewer bytes than a dense all-reduce a run sends whose warm-up is ``warmup_share`` of all steps.
-
-    ``1 / (w + (1 - w) / bits)``: the published accounting (1-bit Adam, arXiv 2102.02888), one bit per element after the
-    warm-up.
-
-    Args:
-        warmup_share: ``w``, between 0 and 1.
-        bits: bits per element of the dense all-reduce: 16 for fp16 and bf16, 32 for fp32.
-
-    Example:
-        >>> round(volume_reduction(0.15), 1)
-        4.9
-    """
-    return 1.0 / (warmup_share + (1.0 - warmup_share) / bits)
 
 
 def bytes_of_steps(optimizer: Any, ranks: int) -> tuple[int, int, int]:
@@ -58,7 +35,7 @@ def bytes_of_steps(optimizer: Any, ranks: int) -> tuple[int, int, int]:
         optimizer: a compressed optimizer, which need not have made a step.
         ranks: number of ranks.
     """
-    topology, size = optimizer.topology, optimizer.exchange.block_size
+    share, size = optimizer.topology.ranks_per_node, optimizer.exchange.block_size
     trained = [(p, group["compress"]) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     ddp = ring_bytes(ranks, sum(p.numel() * p.element_size() for p, _ in trained))
     # with every gradient goes an element that says whether there is one
@@ -72,12 +49,8 @@ def bytes_of_steps(optimizer: Any, ranks: int) -> tuple[int, int, int]:
         bucket_elements=int(optimizer.bucket_mb * 2**20 / 4),
         device=torch.device("cpu"),
     )
-    share = topology.ranks_per_node
-    exchange = sum(
-        share * one.sent
-        for one in exchange_collectives((b.blocks for b in plan.buckets), size, ranks, share)
-        if one.link == "inter"
-    )
+    collectives = exchange_collectives((bucket.blocks for bucket in plan.buckets), size, ranks, share)
+    exchange = sum(share * one.sent for one in collectives if one.link == "inter")
     return dense, exchange + apart + control, ddp
 
 
@@ -120,223 +93,158 @@ class LearningRateWatch:
         return 0 < self.first < step and not self.rising(step)
 
 
-@dataclass(frozen=True)
-class _Bounds:
-    """When the freeze may happen; a fixed step is both.
-
-    Attributes:
-        earliest: first step after which it may.
-        latest: step after which it happens in any case.
-    """
-
-    earliest: int
-    latest: int
-
-
 @dataclass
 class _Watch:
-    """What the callback knows of one optimizer."""
+    """What the callback knows of one optimizer, whose freeze comes between two steps, ``earliest`` and ``latest``."""
 
     name: str
-    bounds: _Bounds
+    optimizer: Any
     planned: int | None
-    offset: int
-    steps: str
-    learning_rate: LearningRateWatch = field(default_factory=LearningRateWatch)
-    seen: int = 0
+    offset: int  # batches that had stepped before its first step
+    earliest: int
+    latest: int
+    seen: int  # its last step
     done: bool = False
     began: tuple[int, int] | None = None  # batches and steps at its first step
     expected: int | None = None  # steps in the whole run, where it does not step in every batch
-    handles: list[Any] = field(default_factory=list)
+    learning_rate: LearningRateWatch = field(default_factory=LearningRateWatch)
 
-    def start_over(self, optimizer: Any) -> None:
+    @property
+    def warms_up(self) -> bool:
+        return not self.done and self.optimizer.phase is Phase.WARMUP
+
+    @property
+    def steps(self) -> str:
+        """What its steps before the freeze are called: 0/1 Adam compresses most of them, by its own policy."""
+        return "steps" if self.optimizer.local_steps else "dense steps"
+
+    def start_over(self) -> None:
         """Watches an optimizer that has been given another state, of which nothing is known but its steps and its phase."""
-        self.seen, self.began, self.expected = optimizer.steps, None, None
+        self.seen, self.began, self.expected = self.optimizer.steps, None, None
         self.learning_rate = LearningRateWatch()
-        self.done = not _in_warmup(optimizer)
+        self.done = self.optimizer.phase is not Phase.WARMUP
 
     def state(self) -> dict[str, Any]:
-        lr = self.learning_rate
-        return {
-            "offset": self.offset,
-            "seen": self.seen,
-            "done": self.done,
-            "learning_rates": list(lr.learning_rates),
-            "last_rise": lr.last_rise,
-            "longest_gap": lr.longest_gap,
-            "first": lr.first,
-            "began": self.began,
-        }
+        kept = {name: getattr(self, name) for name in ("offset", "seen", "done", "began")}
+        return {**kept, "learning_rate": asdict(self.learning_rate)}
 
     def restore(self, state: dict[str, Any]) -> None:
-        self.seen, self.done = state["seen"], state["done"]
-        self.began = tuple(began) if (began := state.get("began")) else None
-        rates = list(state["learning_rates"])
-        # States of older releases lack the first step: it is that of the run, unless the optimizer was given another state since.
-        first = state.get("first", 1 if rates else 0)
-        self.learning_rate = LearningRateWatch(rates, state["last_rise"], state["longest_gap"], first)
+        self.seen, self.done, self.began = state["seen"], state["done"], state["began"]
+        self.learning_rate = LearningRateWatch(**state["learning_rate"])
 
 
 @shown_as("VarianceFreeze")
-class VarianceFreezeMixin:
+class VarianceFreezeMixin(WatchingCallback):
     """Ends the dense warm-up: freezes the variance of every compressed optimizer and lets compression begin.
 
-    Exactly one way to choose the step is given:
+    The automatic rule freezes after the first step, from ``earliest`` on, after which the learning rate no longer rises, and
+    after step ``latest`` in any case. Gradients, and with them the variance, change their scale while the learning rate
+    rises, so a variance from before its end is that of another regime; after it, refreshes go on teaching the variance.
+    The learning rate no longer rises once more steps have passed since its last rise than ever lay between two rises; one
+    that never rises has no warm-up, which takes two steps to see.
 
-    * ``step``: after exactly this many real optimizer steps (skipped steps do not count).
-    * ``fraction``: after this share of the planned steps, at least one step. Planned is what
-      ``trainer.estimated_stepping_batches`` says, with two corrections: a GradientAccumulationScheduler's factor of
-      every epoch counts, and under manual optimization ``max_steps``, which counts the steps of all optimizers, is
-      divided by their number. There planned are batches, and of an optimizer that does not step in every one of them the
-      share is taken of the steps that it makes in as many, by what it has made so far.
-    * ``mode="auto"``: after the first step, from the minimum on, after which the learning rate no longer rises, and at
-      the latest at the maximum. Gradients, and with them the variance, change their scale while the learning rate rises,
-      so a variance from before its end is that of another regime; after it, refreshes go on teaching the variance.
+    Steps are real optimizer steps (an int; skipped ones do not count) or a share of the planned ones (a float; at least one
+    step). Planned is what ``trainer.estimated_stepping_batches`` says, with two corrections: a
+    GradientAccumulationScheduler's factor of every epoch counts, and under manual optimization ``max_steps``, which counts
+    the steps of all optimizers, is divided by their number. There planned are batches, and of an optimizer that does not step
+    in every one of them the share is taken of the steps that it makes in as many, by what it has made so far.
 
-    The learning rate no longer rises once more steps have passed since its last rise than ever lay between two rises;
-    one that never rises has no warm-up, which takes two steps to see. At the maximum the freeze happens even while it
-    rises, and the announcement says so.
-
-    Before training the callback says how much less the run will send than dense averaging, which is about
-    ``1/(w + (1-w)/32)`` for fp32 gradients with ``w`` the share of dense steps and less for a small model, whose tensors do
-    not fill their blocks; a model too small to gain is told so. When it switches it says so once per optimizer. With
-    several compressed optimizers each one is judged by its own steps and its own learning rate. All ranks switch at the
-    same step: fixed steps are counted, and between minimum and maximum rank 0 decides.
+    Before training the callback says how much less the run will send than dense averaging (about ``1/(w + (1-w)/32)`` for fp32
+    gradients with ``w`` the share of dense steps), or that the model is too small to gain. At the switch it says why it comes.
+    Each of several compressed optimizers is judged by its own steps and its own learning rate. All ranks switch at the same
+    step: fixed steps are counted, and between ``earliest`` and ``latest`` rank 0 decides.
 
     Args:
-        step: dense steps, at least 1.
-        fraction: share of the planned steps, between 0 and 1.
-        mode: ``"auto"`` or None.
-        min_step: for ``mode="auto"``: fewest dense steps; given, it replaces ``min_fraction``.
-        min_fraction: for ``mode="auto"``: the same as a share of the planned steps, at least one step; None: one step. It
-            is for learning rates that rise briefly or not at all. The default is the maximum where that is less, and
-            half of ``max_step`` where the number of planned steps is unknown.
-        max_step: for ``mode="auto"``: most dense steps; given, it replaces ``max_fraction``.
-        max_fraction: for ``mode="auto"``: the same as a share of the planned steps. A maximum is required: None needs
-            ``max_step``.
-
-    Attributes:
-        added_by_strategy: whether this is the default of a strategy, which the user has not asked for.
+        at: dense steps: a number, a share, or ``"auto"``, the end of the learning rate's rise.
+        earliest: for ``at="auto"``: fewest dense steps, for learning rates that rise briefly or not at all. None: 0.1, but no more
+            than ``latest``, and half of it where the number of planned steps is unknown.
+        latest: for ``at="auto"``: most dense steps. None: 0.2.
 
     Raises:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
-        ValueError: not exactly one way is chosen, an option is out of range, or an option was given that the chosen way
-            ignores.
+        ValueError: an option is out of range, ``earliest`` exceeds ``latest``, or one of them is given with another ``at``.
         MisconfigurationException: (when fitting starts) a share of the planned steps is asked for and their number is
-            unknown; the minimum exceeds the maximum; an optimizer has a ``freeze_step`` of its own, or no dense warm-up
-            to end; another strategy.
+            unknown; ``earliest`` exceeds ``latest`` in this run; an optimizer has a ``freeze_step`` of its own, or no dense
+            warm-up to end; another strategy.
 
     Example:
-        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(fraction=0.2)])
-        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(mode="auto", max_fraction=0.25)])
+        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(1000)])
+        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(latest=0.25)])
     """
 
     def __init__(
         self,
-        step: int | None = None,
-        fraction: float | None = None,
-        mode: Literal["auto"] | None = None,
+        at: int | float | Automatic = "auto",
         *,
-        min_step: int | None = None,
-        min_fraction: float | None = DEFAULT_MIN_FRACTION,
-        max_step: int | None = None,
-        max_fraction: float | None = DEFAULT_MAX_FRACTION,
+        earliest: int | float | None = None,
+        latest: int | float | None = None,
     ) -> None:
         super().__init__()
-        self.step = step
-        self.fraction = fraction
-        self.mode = mode
-        self.min_step = min_step
-        self.min_fraction = min_fraction
-        self.max_step = max_step
-        self.max_fraction = max_fraction
-        self.added_by_strategy = False
-        self._check_options()
-        self._watches: list[_Watch] = []
-        self._watched: list[Any] = []
+        if at != "auto":
+            _check_point("at", at, also='"auto", ')
+        for name, value in {"earliest": earliest, "latest": latest}.items():
+            if value is not None:
+                _check_point(name, value)
+                if at != "auto":
+                    raise ValueError(f'{name}={value!r} has no effect with at={at!r}; leave it out, or give at="auto"')
+        self.at = at
+        self.earliest = earliest
+        self.latest = LATEST if at == "auto" and latest is None else latest
+        if earliest is not None and type(earliest) is type(self.latest) and earliest > self.latest:  # type: ignore[operator]
+            raise ValueError(f"earliest={earliest!r} exceeds latest={self.latest!r}; lower it, or raise the other one")
         self._restored: list[dict[str, Any]] = []
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses a Trainer of the other Lightning tree and a strategy that compresses nothing."""
-        if stage == "fit":
-            check_trainer(self, trainer)
-            # One of the other tree is not known to the strategy, which then adds its default: name the cause, not the effect.
-            freezes = [callback for callback in trainer.callbacks if isinstance(callback, VarianceFreezeMixin)]
-            for callback in freezes:
-                check_trainer(callback, trainer)
-            if len(freezes) > 1:
-                raise misconfiguration(
-                    trainer,
-                    f"{len(freezes)} VarianceFreeze callbacks are set, which would contradict each other: keep one.",
-                )
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuses what cannot work before any training time is spent."""
-        optimizers = compressed_optimizers(self, trainer)
-        for index, optimizer in enumerate(optimizers):
-            name = optimizer_name(index, len(optimizers), optimizer)
+        freezes = sum(isinstance(callback, VarianceFreezeMixin) for callback in trainer.callbacks)
+        if freezes > 1:
+            raise misconfiguration(
+                trainer, f"{freezes} VarianceFreeze callbacks are set, which would contradict each other: keep one."
+            )
+        for name, optimizer in named_optimizers(self, trainer):
             if optimizer.freeze_step is not None:
                 raise misconfiguration(
                     trainer,
-                    f"{name} has freeze_step={optimizer.freeze_step} and VarianceFreeze({self._rule_text()}) is set "
+                    f"{name} has freeze_step={optimizer.freeze_step} and VarianceFreeze(at={self.at!r}) is set "
                     "too: remove one of them.",
                 )
-            if optimizer.steps == 0 and not _in_warmup(optimizer):
+            if optimizer.steps == 0 and optimizer.phase is not Phase.WARMUP:
                 raise misconfiguration(
                     trainer,
                     f"VarianceFreeze ends a dense warm-up, but {name} has none (it starts in phase "
                     f"{optimizer.phase.value!r}): remove VarianceFreeze.",
                 )
-            self._bounds(trainer, self._planned(trainer, 0))
+        self._bounds(trainer, _planned(trainer, 0))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Starts watching the optimizers; by now a checkpoint's optimizer state has been loaded."""
         self._release()
-        self._watches = []
-        optimizers = self._watched = list(compressed_optimizers(self, trainer))
-        for index, optimizer in enumerate(optimizers):
-            restored = self._restored[index] if index < len(self._restored) else None
+        restored, self._restored, self._watches = self._restored, [], []
+        for index, (name, optimizer) in enumerate(named_optimizers(self, trainer)):
+            kept = restored[index] if index < len(restored) else None
             # An optimizer that was made for a second fit() starts at 0 while the Trainer goes on counting.
-            offset = restored["offset"] if restored else max(0, stepped_batches(trainer) - optimizer.steps)
-            planned = self._planned(trainer, offset)
-            bounds = self._bounds(trainer, planned)
-            # 0/1 Adam compresses most steps before its variance freezes too: what is dense follows its own policy.
-            steps = "steps" if optimizer.local_steps else "dense steps"
-            name = optimizer_name(index, len(optimizers), optimizer)
-            watch = _Watch(name, bounds, planned, offset, steps, seen=optimizer.steps)
-            if restored:
-                watch.restore(restored)
-            self._watches.append(watch)
+            offset = kept["offset"] if kept else max(0, _stepped_batches(trainer) - optimizer.steps)
+            planned = _planned(trainer, offset)
+            watch = _Watch(name, optimizer, planned, offset, *self._bounds(trainer, planned), seen=optimizer.steps)
+            if kept:
+                watch.restore(kept)
             # Frozen before and warming up again: a fallback of DivergenceGuard, which ends it (if it is still there).
-            watch.done = watch.done and self._guarded(trainer)
-            watch.handles = [
+            watch.done = watch.done and _guarded(trainer)
+            self._watches.append(watch)
+            self._handles += [
                 optimizer.register_step_post_hook(partial(self._after_step, trainer, watch)),
                 optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)),
             ]
-            if _in_warmup(optimizer) and not watch.done:
-                rank_zero_info(self._forecast(trainer, watch, optimizer))
+            if watch.warms_up:
+                rank_zero_info(self._forecast(trainer, watch))
                 # A resumed run may be past the step that the callback asks for by now.
-                if optimizer.steps >= bounds.latest:
-                    self._freeze(trainer, watch, optimizer)
-        self._restored = []
-
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Watches the new optimizers where the program has set them up anew."""
-        if set_up_anew(trainer, self._watched):
-            self.on_train_start(trainer, pl_module)
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Stops watching."""
-        self._release()
-
-    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Stops watching."""
-        self._release()
+                if optimizer.steps >= watch.latest:
+                    self._freeze(trainer, watch)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Stops watching and forgets the optimizers: another fit() brings its own."""
-        self._release()
-        self._watches, self._watched = [], []
+        super().teardown(trainer, pl_module, stage)
+        self._watches = []
 
     def state_dict(self) -> dict[str, Any]:
         """The history that the automatic rule decides from, per optimizer: plain numbers."""
@@ -346,56 +254,50 @@ class VarianceFreezeMixin:
         """Continues from a checkpoint."""
         self._restored = list(state_dict["optimizers"])
 
-    # --------------------------------------------------------------------------------------------------------- each
-    # step
+    # ----- each step --------------------------------------------------------------------------------------------------
 
     def _after_step(self, trainer: Any, watch: _Watch, optimizer: Any, args: Any, kwargs: Any) -> None:
         step = optimizer.steps
-        if watch.done or step == watch.seen or not _in_warmup(optimizer):
-            # A skipped step is no step; and an optimizer frozen by hand needs nothing from here.
+        # A skipped step is no step; and an optimizer frozen by hand needs nothing from here.
+        if step == watch.seen or not watch.warms_up:
             return
         watch.seen = step
         watch.learning_rate.observe(step, [float(group["lr"]) for group in optimizer.param_groups])
-        bounds = self._bounds_by_now(trainer, watch, optimizer)
-        if step >= bounds.latest or (step >= bounds.earliest and self._rank_0_says(trainer, watch, step)):
-            self._freeze(trainer, watch, optimizer)
+        earliest, latest = self._bounds_by_now(trainer, watch)
+        # Rank 0 says whether the rise is over. A rank that freezes alone joins another collective than the others, which ends in a
+        # timeout at best. Where learning rates differ, ranks that freeze together are told so by the next control round.
+        if step >= latest or (step >= earliest and trainer.strategy.broadcast(watch.learning_rate.over(step))):
+            self._freeze(trainer, watch)
 
     def _after_load(self, trainer: Any, watch: _Watch, optimizer: Any) -> None:
         """The program has given the optimizer another state, or none: what comes next follows from its phase."""
         # what was seen last is the step after which it froze
-        in_fallback = watch.done and optimizer.steps >= watch.seen and self._guarded(trainer)
-        watch.start_over(optimizer)
+        in_fallback = watch.done and optimizer.steps >= watch.seen and _guarded(trainer)
+        watch.start_over()
         watch.done = watch.done or in_fallback
 
-    def _bounds_by_now(self, trainer: Any, watch: _Watch, optimizer: Any) -> _Bounds:
+    def _bounds_by_now(self, trainer: Any, watch: _Watch) -> tuple[int, int]:
         """The bounds, of which shares of the run are shares of the steps that the optimizer makes in it.
 
         Planned are batches. How many steps an optimizer makes in them under manual optimization (a GAN's generator in every fifth
         batch, or from some epoch on) is known by watching only.
         """
-        if self.step is not None or watch.planned is None or trainer.lightning_module.automatic_optimization:
-            return watch.bounds
-        batches = stepped_batches(trainer) + 1 - watch.offset  # this one has not been counted
-        tried = optimizer.steps + optimizer.skipped_steps
+        bounds = watch.earliest, watch.latest
+        if isinstance(self.at, int) or watch.planned is None or trainer.lightning_module.automatic_optimization:
+            return bounds
+        batches = _stepped_batches(trainer) + 1 - watch.offset  # this one has not been counted
+        tried = watch.optimizer.steps + watch.optimizer.skipped_steps
         watch.began = watch.began or (batches, tried)
         since, made = batches - watch.began[0], tried - watch.began[1]
         if tried >= batches or since <= 0:
-            return watch.bounds
-        watch.expected = optimizer.steps + round(max(0, watch.planned - batches) * made / since)
+            return bounds
+        watch.expected = watch.optimizer.steps + round(max(0, watch.planned - batches) * made / since)
         now = self._in_run_of(trainer, watch.expected)
-        earliest = min(watch.bounds.earliest, now.earliest)
-        return _Bounds(earliest, max(earliest, min(watch.bounds.latest, now.latest)))
+        earliest = min(watch.earliest, now[0])
+        return earliest, max(earliest, min(watch.latest, now[1]))
 
-    @staticmethod
-    def _rank_0_says(trainer: Any, watch: _Watch, step: int) -> bool:
-        """Whether the learning rate's rise is over: one small broadcast.
-
-        A rank that freezes alone joins another collective than the others, which ends in a timeout at best. Where learning rates
-        differ, ranks that freeze together are told so by the next control round.
-        """
-        return bool(trainer.strategy.broadcast(watch.learning_rate.over(step)))
-
-    def _freeze(self, trainer: Any, watch: _Watch, optimizer: Any) -> None:
+    def _freeze(self, trainer: Any, watch: _Watch) -> None:
+        optimizer = watch.optimizer
         optimizer.freeze()
         # The hook stays registered: torch is iterating over its hooks when this runs from one of them.
         watch.done = True
@@ -403,47 +305,29 @@ class VarianceFreezeMixin:
         then = "steps stay dense in a single process" if optimizer.next_step_is_dense else "the next step is compressed"
         text = (
             f"VarianceFreeze: {watch.name} made {optimizer.steps:,} {watch.steps} and freezes its variance; {then}. "
-            f"Rule: {self._rule_text()}. Reason: {self._reason(watch, optimizer.steps)}."
+            f"Rule: at={self.at!r}. Reason: {self._reason(watch)}."
         )
         rank_zero_info(below_bar(trainer, text))
 
-    @staticmethod
-    def _guarded(trainer: Any) -> bool:
-        return any(isinstance(callback, DivergenceGuardMixin) for callback in trainer.callbacks)
+    # ----- words ------------------------------------------------------------------------------------------------------
 
-    def _release(self) -> None:
-        for watch in self._watches:
-            for handle in watch.handles:
-                handle.remove()
-            watch.handles = []
-
-    # -------------------------------------------------------------------------------------------------------------
-    # words
-
-    def _rule_text(self) -> str:
-        if self.step is not None:
-            return f"step={self.step}"
-        if self.fraction is not None:
-            return f"fraction={self.fraction:g}"
-        return 'mode="auto"'
-
-    def _reason(self, watch: _Watch, step: int) -> str:
-        latest, lr = watch.bounds.latest, watch.learning_rate
-        if self.mode == "auto" and lr.over(step):
+    def _reason(self, watch: _Watch) -> str:
+        step, lr = watch.optimizer.steps, watch.learning_rate
+        if self.at == "auto" and lr.over(step):
             return "the learning rate no longer rises" if lr.last_rise else "the learning rate does not rise"
         note = ", though the learning rate still rises" if lr.rising(step) else ""
-        if watch.expected is not None and step < latest:
+        if watch.expected is not None and step < watch.latest:
             share = f"its share of about {watch.expected:,} steps, which it makes in {watch.planned:,} planned batches"
             return f"that is {share}{note}"
-        if self.mode == "auto":
-            return f"the maximum of {latest:,} {watch.steps} is reached{note}"
+        if self.at == "auto":
+            return f"the maximum of {watch.latest:,} {watch.steps} is reached{note}"
         of = f" of {watch.planned:,} planned" if watch.planned is not None else ""
-        return f"{latest:,} {watch.steps}{of} were asked for{note}"
+        return f"{watch.latest:,} {watch.steps}{of} were asked for{note}"
 
-    def _forecast(self, trainer: Any, watch: _Watch, optimizer: Any) -> str:
-        latest, planned = watch.bounds.latest, watch.planned
-        at_most, at_least = ("at most ", "at least ") if self.mode == "auto" else ("", "")
-        text = f"VarianceFreeze({self._rule_text()}): {watch.name} makes {at_most}{latest:,} {watch.steps}"
+    def _forecast(self, trainer: Any, watch: _Watch) -> str:
+        optimizer, latest, planned = watch.optimizer, watch.latest, watch.planned
+        at_most, at_least = ("at most ", "at least ") if self.at == "auto" else ("", "")
+        text = f"VarianceFreeze(at={self.at!r}): {watch.name} makes {at_most}{latest:,} {watch.steps}"
         if watch.steps == "steps":
             text, at_least = f"{text} with a learning variance", "at least "
         text += f" of {planned:,} planned" if planned is not None else ""
@@ -467,143 +351,65 @@ class VarianceFreezeMixin:
         factor = ddp / (w * dense + (1 - w) * compressed)
         return f"{text} (w = {w:.1%}): {at_least}{factor:.1f}x less is sent{between} than by dense averaging."
 
-    # -----------------------------------------------------------------------------------------------------------
-    # options
+    # ----- when -------------------------------------------------------------------------------------------------------
 
-    def _check_options(self) -> None:
-        ways = {"step": self.step, "fraction": self.fraction, "mode": self.mode}
-        chosen = [f"{name}={value!r}" for name, value in ways.items() if value is not None]
-        if len(chosen) != 1:
-            found = " and ".join(chosen) if chosen else "none"
-            raise ValueError(
-                'VarianceFreeze needs exactly one of `step=`, `fraction=` and `mode="auto"`, got '
-                f"{found}: keep one, e.g. VarianceFreeze(fraction=0.2)."
-            )
-        if self.step is not None:
-            check_count("step", self.step)
-        if self.fraction is not None:
-            check_number(
-                "fraction", self.fraction, 0, 1, "give the share of the planned steps that stay dense, e.g. 0.2"
-            )
-        if self.mode is None:
-            self._refuse_auto_options(chosen[0])
-        elif self.mode != "auto":
-            raise ValueError(
-                f'`mode` must be "auto" or None, got {self.mode!r}: for a fixed step give `step=` or `fraction=`.'
-            )
-        else:
-            self._check_auto_options()
-
-    def _refuse_auto_options(self, chosen: str) -> None:
-        # A configuration file passes every option, so a default value cannot be told from one that was not given.
-        given: dict[str, tuple[Any, Any]] = {
-            "min_step": (self.min_step, None),
-            "min_fraction": (self.min_fraction, DEFAULT_MIN_FRACTION),
-            "max_step": (self.max_step, None),
-            "max_fraction": (self.max_fraction, DEFAULT_MAX_FRACTION),
-        }
-        for name, (value, default) in given.items():
-            if value != default:
-                raise ValueError(
-                    f'`{name}={value!r}` belongs to mode="auto" and would be ignored with {chosen}: '
-                    f'remove it, or give mode="auto" instead of {chosen}.'
-                )
-
-    def _check_auto_options(self) -> None:
-        for name in ("min_step", "max_step"):
-            if getattr(self, name) is not None:
-                check_count(name, getattr(self, name))
-        for name in ("min_fraction", "max_fraction"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), 0, 1, "give a share of the planned steps")
-        if self.min_step is not None and self.min_fraction not in (None, DEFAULT_MIN_FRACTION):
-            raise ValueError(
-                f"`min_step={self.min_step}` and `min_fraction={self.min_fraction}` are two minima: keep one of them."
-            )
-        if self.max_step is not None and self.max_fraction not in (None, DEFAULT_MAX_FRACTION):
-            raise ValueError(
-                f"`max_step={self.max_step}` and `max_fraction={self.max_fraction}` are two maxima: keep one of them."
-            )
-        if self.max_step is None and self.max_fraction is None:
-            raise ValueError(
-                '`max_step=None` and `max_fraction=None`: mode="auto" needs a maximum, or a run whose learning rate '
-                "never stops rising would never compress; give one of them."
-            )
-        if self.min_step is not None and self.max_step is not None and self.min_step > self.max_step:
-            raise ValueError(f"`min_step={self.min_step}` exceeds `max_step={self.max_step}`: lower it.")
-        shares = self.max_step is None and self.min_fraction is not None and self.max_fraction is not None
-        if shares and not self._default_minimum and self.min_fraction > self.max_fraction:  # type: ignore[operator]
-            raise ValueError(
-                f"`min_fraction={self.min_fraction}` exceeds `max_fraction={self.max_fraction}`: lower it."
-            )
-
-    def _planned(self, trainer: Any, offset: int) -> int | None:
-        """Steps that an optimizer will make in the whole run, None if that is unknown (or infinite)."""
-        estimate = _stepping_batches(trainer)
-        # Lightning answers inf for training without end and -1 for a loader without length and no `max_steps`.
-        if not math.isfinite(estimate) or estimate < 0:
-            return None
-        return max(1, int(estimate) - offset)
-
-    @property
-    def _default_minimum(self) -> bool:
-        """Whether the minimum is one that nobody has chosen, which gives way to a smaller maximum."""
-        return self.min_step is None and self.min_fraction == DEFAULT_MIN_FRACTION
-
-    def _bounds(self, trainer: Any, planned: int | None) -> _Bounds:
-        """The bounds in a run of so many steps (None: unknown).
+    def _bounds(self, trainer: Any, planned: int | None) -> tuple[int, int]:
+        """First step after which the freeze may happen in a run of so many steps (None: unknown), and step after which it does.
 
         Raises:
-            MisconfigurationException: the minimum exceeds the maximum, or a share is asked for of an unknown number.
+            MisconfigurationException: the first exceeds the other, or a share is asked for of an unknown number.
         """
-        bounds = self._in_run_of(trainer, planned)
-        if bounds.earliest > bounds.latest:
+        earliest, latest = self._in_run_of(trainer, planned)
+        if earliest > latest:
             raise misconfiguration(
                 trainer,
-                f"VarianceFreeze: the minimum of {bounds.earliest} dense steps (min_step={self.min_step}, min_fraction="
-                f"{self.min_fraction}) exceeds the maximum of {bounds.latest} (max_step={self.max_step}, max_fraction="
-                f"{self.max_fraction}): change one of them.",
+                f"VarianceFreeze: the minimum of {earliest} dense steps (earliest={self.earliest}) exceeds the maximum of {latest} "
+                f"(latest={self.latest}): change one of them.",
             )
-        return bounds
+        return earliest, latest
 
-    def _in_run_of(self, trainer: Any, planned: int | None) -> _Bounds:
-        if self.mode != "auto":
-            at = self._in_steps(trainer, planned, self.step, self.fraction, "fraction", "step")
-            return _Bounds(at, at)
-        latest = self._in_steps(trainer, planned, self.max_step, self.max_fraction, "max_fraction", "max_step")
-        if self._default_minimum:
-            earliest = latest // 2 if planned is None else round(DEFAULT_MIN_FRACTION * planned)
-            return _Bounds(min(max(1, earliest), latest), latest)
-        if self.min_step is None and self.min_fraction is None:
-            return _Bounds(1, latest)
-        earliest = self._in_steps(trainer, planned, self.min_step, self.min_fraction, "min_fraction", "min_step")
-        return _Bounds(earliest, latest)
-
-    def _in_steps(
-        self, trainer: Any, planned: int | None, step: int | None, share: float | None, share_name: str, step_name: str
-    ) -> int:
-        if step is not None:
-            return step
-        assert share is not None  # _check_options: one of the two is set
-        if planned is None:
-            unknown = f"their number is unknown (max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps})"
-            if self.added_by_strategy:
-                raise misconfiguration(
-                    trainer,
-                    f"Nothing says when the dense warm-up ends, and the default ends it after {share:.0%} of the planned "
-                    f"steps at the latest, but {unknown}: give `Trainer(max_steps=...)`, or `freeze_step=` to the strategy "
-                    "(`var_freeze_step=` with 0/1 Adam), or add `VarianceFreeze(step=...)` to the Trainer's callbacks.",
-                )
-            raise misconfiguration(
-                trainer,
-                f"VarianceFreeze: `{share_name}={share:g}` is a share of the planned steps, and {unknown}: give "
-                f"`{step_name}=` in steps instead, or set the Trainer's `max_steps`.",
-            )
-        return max(1, round(share * planned))
+    def _in_run_of(self, trainer: Any, planned: int | None) -> tuple[int, int]:
+        if self.latest is None:
+            at = _in_steps(trainer, "at", self.at, planned)
+            return at, at
+        latest = _in_steps(trainer, "latest", self.latest, planned)
+        if self.earliest is not None:
+            return _in_steps(trainer, "earliest", self.earliest, planned), latest
+        # one that nobody has chosen gives way to a smaller maximum
+        earliest = latest // 2 if planned is None else round(EARLIEST * planned)
+        return min(max(1, earliest), latest), latest
 
 
-def _stepping_batches(trainer: Any) -> float:
-    """``trainer.estimated_stepping_batches``, also where the optimizers share ``max_steps`` or the accumulation changes.
+def _check_point(name: str, value: Any, also: str = "") -> None:
+    """Raises unless ``value`` is a number of steps or a share of the run."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(
+            f"{name}={value!r} must be {also}a number of steps (int) or a share of the planned steps (float)"
+        )
+    if isinstance(value, int):
+        check_integer(name, value, least=1)
+    elif not 0 < value < 1:
+        raise ValueError(
+            f"{name}={value!r} is out of range; give a share of the planned steps between 0 and 1, or an int of steps"
+        )
+
+
+def _in_steps(trainer: Any, name: str, point: Any, planned: int | None) -> int:
+    """A point of the run in steps, at least 1; the option that asks for it is ``name``."""
+    if isinstance(point, int):
+        return point
+    if planned is None:
+        raise misconfiguration(
+            trainer,
+            f"VarianceFreeze: {name}={point:g} ends the dense warm-up after {point:.0%} of the planned steps, but their number is unknown "
+            f"(max_epochs={trainer.max_epochs}, max_steps={trainer.max_steps}): give `Trainer(max_steps=...)`, or a number of steps as "
+            f"`VarianceFreeze({name}=...)` or as `freeze_step=` of the strategy.",
+        )
+    return max(1, round(point * planned))
+
+
+def _planned(trainer: Any, offset: int) -> int | None:
+    """Steps that an optimizer will make in the whole run, before which ``offset`` batches have stepped; None: unknown, or no end.
 
     Lightning's estimate takes ``max_steps`` for a number of batches, but under manual optimization the steps of every
     optimizer count; and it takes the accumulation factor of the moment for that of every epoch.
@@ -617,8 +423,14 @@ def _stepping_batches(trainer: Any) -> float:
         estimate = min(sum(math.ceil(trainer.num_training_batches / factor) for factor in factors), most)
     if math.isfinite(most) and not trainer.lightning_module.automatic_optimization:
         estimate = min(estimate, math.ceil(most / len(trainer.optimizers)))
-    return estimate
+    # Lightning answers inf for training without end and -1 for a loader without length and no `max_steps`.
+    return max(1, int(estimate) - offset) if math.isfinite(estimate) and estimate >= 0 else None
 
 
-def _in_warmup(optimizer: Any) -> bool:
-    return bool(optimizer.phase.name == "WARMUP")
+def _stepped_batches(trainer: Any) -> int:
+    """Batches that ended in an optimizer step so far; ``trainer.global_step`` counts the steps of all optimizers together."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def _guarded(trainer: Any) -> bool:
+    return any(isinstance(callback, DivergenceGuardMixin) for callback in trainer.callbacks)

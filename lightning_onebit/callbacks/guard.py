@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,37 +11,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
-from lightning_onebit.callbacks._common import (
-    check_count,
-    check_number,
-    check_trainer,
-    compressed_optimizers,
-    loss_of,
-    misconfiguration,
-    optimizer_name,
-)
-from lightning_onebit.comm import ByteLedger, Topology, Transport
+from lightning_onebit.callbacks._common import OnebitCallback, everyone, misconfiguration, named_optimizers
+from lightning_onebit.comm import Transport, share_values
 from lightning_onebit.optim import OnebitAdam, OnebitLamb, Phase
-from lightning_onebit.optim.options import LONGEST_WAIT
-
-DEFAULT_LOSS_FACTOR = 1.5
-DEFAULT_RESIDUAL_LIMIT = 10.0
-
-
-@dataclass
-class _Losses:
-    """A sum that goes on from a saved one to the same bits; a tensor is added on its device, which nobody waits for."""
-
-    total: torch.Tensor | float = 0.0
-    count: float = 0
-
-    def add(self, total: torch.Tensor | float, count: float) -> None:
-        self.total = self.total + total
-        self.count += count
+from lightning_onebit.optim.options import check_integer, check_number
 
 
 @shown_as("DivergenceGuard")
-class DivergenceGuardMixin:
+class DivergenceGuardMixin(OnebitCallback):
     """Watches loss and residuals while steps are compressed, and falls back to dense steps when they blow up.
 
     Every ``every_n_steps`` batches the ranks compare notes (24 bytes each), and judge if all those steps were compressed.
@@ -60,79 +36,61 @@ class DivergenceGuardMixin:
         residual_limit: largest residual norm, relative to the momentum's; None: do not look at residuals.
         dense_steps: dense steps of a fallback; None takes ``1/(1 - beta2)``, the memory of the variance.
         max_fallbacks: fallbacks after which the run stays dense.
-        timeout: seconds to wait for the other ranks.
 
     Raises:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
         ValueError: an option is out of range, or nothing is looked at.
         MisconfigurationException: (when fitting starts) an optimizer of another algorithm, or with its own
             ``freeze_step``; (at the first batch) ``training_step`` returns no loss although ``loss_factor`` is set.
-        CollectiveTimeout: (while training, and where a checkpoint is saved) a rank did not take part in time.
+        CollectiveTimeout: (while training, and where a checkpoint is saved) a rank did not take part within the strategy's
+            ``timeout``.
 
     Example:
-        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(fraction=0.15), DivergenceGuard()])
+        >>> Trainer(strategy="onebit_adam", callbacks=[VarianceFreeze(0.15), DivergenceGuard()])
     """
 
     def __init__(
         self,
         every_n_steps: int = 50,
         *,
-        loss_factor: float | None = DEFAULT_LOSS_FACTOR,
-        residual_limit: float | None = DEFAULT_RESIDUAL_LIMIT,
+        loss_factor: float | None = 1.5,
+        residual_limit: float | None = 10.0,
         dense_steps: int | None = None,
         max_fallbacks: int = 3,
-        timeout: float = 600.0,
     ) -> None:
         super().__init__()
-        check_count("every_n_steps", every_n_steps)
-        if loss_factor is not None:
-            check_number(
-                "loss_factor", loss_factor, 1, math.inf, "give how many times the best loss is too much, or None"
-            )
-        if residual_limit is not None:
-            check_number(
-                "residual_limit", residual_limit, 0, math.inf, "give a multiple of the momentum's norm, or None"
-            )
+        check_integer("every_n_steps", every_n_steps, least=1)
+        check_number("loss_factor", loss_factor, above=1, optional=True)
+        check_number("residual_limit", residual_limit, above=0, optional=True)
         if loss_factor is None and residual_limit is None:
             raise ValueError(
-                "`loss_factor=None` and `residual_limit=None`: DivergenceGuard would look at nothing; give one of them."
+                "loss_factor=None and residual_limit=None: DivergenceGuard would look at nothing; give one of them"
             )
-        if dense_steps is not None:
-            check_count("dense_steps", dense_steps)
-        check_count("max_fallbacks", max_fallbacks)
-        check_number("timeout", timeout, 0, LONGEST_WAIT, "give seconds")
+        check_integer("dense_steps", dense_steps, least=1, optional=True)
+        check_integer("max_fallbacks", max_fallbacks, least=1)
         self.every_n_steps = every_n_steps
         self.loss_factor = loss_factor
         self.residual_limit = residual_limit
         self.dense_steps = dense_steps
         self.max_fallbacks = max_fallbacks
-        self.timeout = timeout
         self.fallbacks = 0
         self.best_loss = math.inf
         self._refreeze_at: dict[int, int] = {}
-        # losses since the last look, and those of batches that no step has followed yet; what the optimizers had counted then
-        self._losses = _Losses()
-        self._pending = _Losses()
-        self._counted = (0, 0)
-        # both of every rank, as last told or loaded; None: not since the last batch
+        self._start_over()
+        # the window of every rank, as last told or loaded; None: not since the last batch
         self._told: list[list[float]] | None = None
-        self._batches = 0
-        self._compressed = 0
-        self._divided = False  # whether the best loss is one that Lightning has divided
-        self._compressing: dict[int, bool] = {}  # whether each optimizer's last step was compressed
         self._resumed = False
         self._transport: Transport | None = None
 
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses a Trainer of the other Lightning tree and a strategy that compresses nothing."""
-        if stage == "fit":
-            check_trainer(self, trainer)
+    def _start_over(self) -> None:
+        """Nothing is known of what came before: a fit begins."""
+        self._batches = 0
+        self._compressed = 0  # batches since a step was dense
+        self._compressing: dict[int, bool] = {}  # whether each optimizer's last step was compressed
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuses optimizers that cannot fall back."""
-        optimizers = compressed_optimizers(self, trainer)
-        for index, optimizer in enumerate(optimizers):
-            name = optimizer_name(index, len(optimizers), optimizer)
+        for name, optimizer in named_optimizers(self, trainer):
             if not isinstance(optimizer, (OnebitAdam, OnebitLamb)):
                 raise misconfiguration(
                     trainer,
@@ -143,21 +101,24 @@ class DivergenceGuardMixin:
                 raise misconfiguration(
                     trainer,
                     f"{name} has freeze_step={optimizer.freeze_step} and would freeze again at once after a fallback of "
-                    "DivergenceGuard: give VarianceFreeze(step=...) instead.",
+                    f"DivergenceGuard: give VarianceFreeze({optimizer.freeze_step}) instead.",
                 )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Connects the ranks."""
-        bound = timedelta(seconds=self.timeout)
-        self._transport = Transport(Topology.create(), ByteLedger(), bound, name="DivergenceGuard")
-        self._losses, self._pending = self._restored()
+        """Connects the ranks; goes on within the window that a checkpoint has cut."""
+        self._transport = everyone(trainer, "DivergenceGuard")
         self._counted = _counts(trainer.strategy.onebit_optimizers)
+        # sum and number of the losses since the last look, and of those of batches that no step has followed yet. Sums are tensors on
+        # the losses' device, which nobody waits for, and go on from a saved one to the same bits.
+        self._window: list[Any] = [0.0, 0, 0.0, 0]
+        told, self._told = self._told, None
+        if self._resumed and told is not None and self.loss_factor is not None:
+            size, rank = self._transport.size, self._transport.topology.rank
+            # on another number of ranks the mean of all parts
+            self._window = told[rank] if len(told) == size else [sum(c) / len(told) for c in zip(*told, strict=True)]
         if not self._resumed:
-            self._batches = self._compressed = 0
-            self._compressing = {}
-        if self._divided:
-            self.best_loss *= trainer.accumulate_grad_batches
-        self._resumed = self._divided = False
+            self._start_over()
+        self._resumed = False
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Collects the loss, looks when it is time, and ends a fallback."""
@@ -171,7 +132,7 @@ class DivergenceGuardMixin:
         self._compressed = self._compressed + 1 if any(self._compressing.values()) else 0
         if self.loss_factor is not None:
             self._collect(_loss_of(outputs, trainer), optimizers)
-        self._end_fallbacks(trainer, optimizers)
+        self._end_fallbacks(trainer)
         if self._batches % self.every_n_steps:
             return
         loss, residual = self._compare_notes(trainer, pl_module, optimizers)
@@ -181,16 +142,6 @@ class DivergenceGuardMixin:
             self.best_loss = min(self.best_loss, loss)
         if reason is not None:
             self._fall_back(optimizers, reason, trainer.global_step)
-
-    def _collect(self, loss: torch.Tensor, optimizers: Any) -> None:
-        """Keeps the losses of batches whose step has been made; a step that all ranks skip does no harm, whatever its loss."""
-        self._pending.add(loss.double(), 1)
-        steps, skipped = _counts(optimizers)
-        if (steps, skipped) != self._counted:
-            if skipped == self._counted[1]:
-                self._losses.add(self._pending.total, self._pending.count)
-            self._pending = _Losses()
-        self._counted = steps, skipped
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the losses of a window that the checkpoint cuts, of every rank. Collective, as saving is."""
@@ -211,9 +162,8 @@ class DivergenceGuardMixin:
     def state_dict(self) -> dict[str, Any]:
         """Best loss, fallbacks so far, the steps at which running fallbacks end, when it looks next and what steps were: plain numbers.
 
-        The losses of a window that a checkpoint cuts differ by rank; ``on_save_checkpoint`` adds them. Without them (checkpoints of
-        earlier releases) the first look after resuming takes the mean of the losses since then, and leaves losses alone if these
-        are fewer than half a window's.
+        The losses of a window that a checkpoint cuts differ by rank; ``on_save_checkpoint`` adds them. Without them the first look
+        after resuming takes the mean of the losses since then, and leaves losses alone if these are fewer than half a window's.
         """
         return {
             "best_loss": self.best_loss,
@@ -226,57 +176,54 @@ class DivergenceGuardMixin:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continues from a checkpoint."""
-        self.best_loss = state_dict["best_loss"]
-        self.fallbacks = state_dict["fallbacks"]
+        self.best_loss, self.fallbacks = state_dict["best_loss"], state_dict["fallbacks"]
         self._refreeze_at = dict(state_dict["refreeze_at"])
-        # states of earlier releases do not say when it looked last
-        self._resumed = "batches" in state_dict
-        self._batches, self._compressed = state_dict.get("batches", 0), state_dict.get("compressed", 0)
-        self._compressing = dict(state_dict.get("compressing", {0: self._compressed > 0}))
+        self._batches, self._compressed = state_dict["batches"], state_dict["compressed"]
+        self._compressing = dict(state_dict["compressing"])
         self._told = state_dict.get("window")
-        # earlier releases took the loss as Lightning hands it on, divided by the accumulation factor
-        self._divided = "compressing" not in state_dict
+        self._resumed = True
+
+    # ----- losses and residuals ---------------------------------------------------------------------------------------
+
+    def _collect(self, loss: torch.Tensor, optimizers: Any) -> None:
+        """Keeps the losses of batches whose step has been made; a step that all ranks skip does no harm, whatever its loss."""
+        total, count, pending, batches = self._window
+        pending, batches = pending + loss.double(), batches + 1
+        (steps, skipped), before = _counts(optimizers), self._counted
+        if (steps, skipped) != before:
+            if skipped == before[1]:
+                total, count = total + pending, count + batches
+            pending, batches = 0.0, 0
+        self._counted = steps, skipped
+        self._window = [total, count, pending, batches]
 
     def _tell(self, trainer: Any, pl_module: Any) -> list[list[float]] | None:
-        """Sum and number of the losses since the last look, and of those that no step has followed yet: a row per rank."""
+        """The window: a row per rank."""
         if self.loss_factor is None:
             return None
-        mine = [float(self._losses.total), self._losses.count, float(self._pending.total), self._pending.count]
-        rows: list[list[float]] = self._gather(trainer, pl_module, mine, "losses of a window").tolist()
+        rows: list[list[float]] = self._gather(trainer, pl_module, self._window, "losses of a window").tolist()
         return rows
 
-    def _restored(self) -> tuple[_Losses, _Losses]:
-        """This rank's part of the window that the checkpoint has cut; on another number of ranks the mean of all parts."""
-        assert self._transport is not None
-        told, self._told = self._told, None
-        if not self._resumed or told is None or self.loss_factor is None:
-            return _Losses(), _Losses()
-        size, rank = self._transport.size, self._transport.topology.rank
-        mine = told[rank] if len(told) == size else [sum(column) / len(told) for column in zip(*told, strict=True)]
-        return _Losses(mine[0], mine[1]), _Losses(mine[2], mine[3])
-
-    def _gather(self, trainer: Any, pl_module: Any, mine: list[float], what: str) -> torch.Tensor:
+    def _gather(self, trainer: Any, pl_module: Any, mine: list[Any], what: str) -> torch.Tensor:
         """A row of every rank, on the host."""
-        assert self._transport is not None
+        assert self._transport is not None  # on_train_start came first
         device = self._transport.device(pl_module.device)
-        row = torch.tensor(mine, dtype=torch.float64, device=device)
-        rows = torch.empty((self._transport.size, len(mine)), dtype=torch.float64, device=device)
+        row = torch.tensor([float(number) for number in mine], dtype=torch.float64, device=device)
         self._transport.step = trainer.global_step
-        self._transport.all_gather(rows, row, self._transport.topology.group, what=what, link=None).wait()
-        return rows.cpu()
+        return share_values(self._transport, row, what).cpu()
 
     def _compare_notes(self, trainer: Any, pl_module: Any, optimizers: Any) -> tuple[float | None, float]:
         """Mean loss since the last look over all ranks (None: of too few batches), and the largest residual ratio of any rank."""
-        assert self._transport is not None
-        losses, self._losses = self._losses, _Losses()
+        total, count, *pending = self._window
+        self._window = [0.0, 0, *pending]
         residual = 0.0
         if self.residual_limit is not None:
             ratios = [o.residual_ratio() for o in optimizers if o.phase is Phase.COMPRESSED]
             # max() would pass over a nan.
             residual = math.inf if any(math.isnan(ratio) for ratio in ratios) else max(ratios, default=0.0)
-        sums = self._gather(trainer, pl_module, [float(losses.total), losses.count, residual], "losses and residuals")
+        sums = self._gather(trainer, pl_module, [total, count, residual], "losses and residuals")
         batches = float(sums[:, 1].sum())
-        few = 2 * batches < self.every_n_steps * self._transport.size
+        few = 2 * batches < self.every_n_steps * len(sums)
         return None if few else float(sums[:, 0].sum()) / batches, float(sums[:, 2].max())
 
     def _blow_up(self, loss: float | None, residual: float) -> str | None:
@@ -287,6 +234,8 @@ class DivergenceGuardMixin:
         if self.residual_limit is not None and residual > self.residual_limit:
             return f"the residual has grown to {residual:.3g} times the momentum"
         return None
+
+    # ----- fallbacks --------------------------------------------------------------------------------------------------
 
     def _fall_back(self, optimizers: Any, reason: str, step: int) -> None:
         self.fallbacks += 1
@@ -306,14 +255,16 @@ class DivergenceGuardMixin:
             + (", for the rest of the run." if last else f" until step {max(self._refreeze_at.values())}.")
         )
 
-    def _end_fallbacks(self, trainer: Any, optimizers: Any) -> None:
+    def _end_fallbacks(self, trainer: Any) -> None:
+        if not self._refreeze_at:
+            return
+        optimizers = named_optimizers(self, trainer)
         for index, step in list(self._refreeze_at.items()):
-            optimizer = optimizers[index] if index < len(optimizers) else None
+            name, optimizer = optimizers[index] if index < len(optimizers) else ("", None)
             if optimizer is None or optimizer.steps >= step:
                 del self._refreeze_at[index]
             if optimizer is not None and optimizer.steps >= step and optimizer.phase is Phase.WARMUP:
                 optimizer.freeze()
-                name = optimizer_name(index, len(optimizers), optimizer)
                 text = f"DivergenceGuard: {name} freezes its refreshed variance; the next step is compressed."
                 rank_zero_info(below_bar(trainer, text))
 
@@ -324,11 +275,15 @@ def _counts(optimizers: Any) -> tuple[int, int]:
 
 
 def _loss_of(outputs: Any, trainer: Any) -> torch.Tensor:
-    loss = loss_of(outputs, trainer)
-    if loss is None:
+    """The loss that ``training_step`` returned, 0-d.
+
+    Lightning hands callbacks the loss divided by the accumulation factor, which a GradientAccumulationScheduler changes.
+    """
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if not isinstance(loss, torch.Tensor):
         raise misconfiguration(
             trainer,
             "DivergenceGuard(loss_factor=...) needs the loss, but `training_step` returned none (manual optimization?): return "
             "it, or set loss_factor=None to watch residuals only.",
         )
-    return loss.reshape(())
+    return (loss.detach() * trainer.accumulate_grad_batches).reshape(())

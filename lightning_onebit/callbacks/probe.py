@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -13,13 +13,14 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.bench import LinkMeasurement, measure_link
-from lightning_onebit.callbacks._common import check_count, check_number, check_trainer, compressed_optimizers
+from lightning_onebit.callbacks._common import OnebitCallback, named_optimizers
 from lightning_onebit.comm import ByteLedger
 from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.options import LONGEST_WAIT
+from lightning_onebit.optim.options import check_integer, check_number
+from lightning_onebit.planner import format_bits, format_seconds
 from lightning_onebit.registry import find_algorithm
 
-# Dense steps that are left out when waiting is watched: the first ones connect, allocate and may compile.
+# Dense steps that are left out beside the first when waiting is watched: they connect, allocate and may compile.
 WARM_STEPS = 2
 
 # Below this share of waiting there is nothing worth saving.
@@ -52,15 +53,7 @@ class LinkReport:
     break_even: float
 
     @classmethod
-    def extrapolate(
-        cls,
-        elements: int,
-        ranks: int,
-        small: LinkMeasurement,
-        large: LinkMeasurement,
-        *,
-        host_sees_kernels: bool = True,
-    ) -> LinkReport:
+    def extrapolate(cls, elements: int, ranks: int, small: LinkMeasurement, large: LinkMeasurement) -> LinkReport:
         """Costs of ``elements`` on the lines through two measurements."""
 
         def cost(name: str) -> float:
@@ -75,8 +68,8 @@ class LinkReport:
             cost("exchange_seconds"),
             local,
             8 * large.dense_bytes / large.dense_seconds,
-            # bytes_dense / B = bytes_exchange / B + local
-            saved / local if local > 0 and host_sees_kernels else math.inf,
+            # bytes_dense / B = bytes_exchange / B + local; NaN where the host does not see kernels
+            saved / local if local > 0 else math.inf,
         )
 
     @property
@@ -92,28 +85,12 @@ class LinkReport:
     def __str__(self) -> str:
         text = (
             f"{self.ranks} ranks, {self.elements:,} parameters: averaging gradients densely takes "
-            f"{_milliseconds(self.dense_seconds)} per step ({_bits(self.bandwidth)} per rank), a compressed step "
-            f"{_milliseconds(self.exchange_seconds)}, {self.speedup:.2g}x the speed"
+            f"{format_seconds(self.dense_seconds)} per step ({format_bits(self.bandwidth)} per rank), a compressed step "
+            f"{format_seconds(self.exchange_seconds)}, {self.speedup:.2g}x the speed"
         )
-        return text if math.isinf(self.break_even) else f"{text}; they break even at about {_bits(self.break_even)}"
-
-
-def _elements(optimizer: OnebitOptimizer) -> int:
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
-
-
-def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
-    """How a probe has to be made to cost what this optimizer's steps cost."""
-    options = {
-        name: getattr(optimizer.options, name)
-        for name in ("kernels", "block_size", "residual_dtype", "denominator_dtype")
-    } | {"bucket_mb": optimizer.bucket_mb}
-    known = find_algorithm(optimizer.algorithm).options
-    return {
-        "algorithm": optimizer.algorithm,
-        "ranks_per_node": optimizer.topology.ranks_per_node,
-        **{name: value for name, value in options.items() if name in known},
-    }
+        return (
+            text if math.isinf(self.break_even) else f"{text}; they break even at about {format_bits(self.break_even)}"
+        )
 
 
 def _on_line(x: int, x1: int, y1: float, x2: int, y2: float) -> float:
@@ -126,26 +103,33 @@ def _on_line(x: int, x1: int, y1: float, x2: int, y2: float) -> float:
     return line if x >= x1 else max(line, y1 * x / x1)
 
 
-def _milliseconds(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms"
+def _elements(optimizer: OnebitOptimizer) -> int:
+    return sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
 
 
-def _bits(rate: float) -> str:
-    for unit in ("b/s", "kb/s", "Mb/s", "Gb/s"):
-        if rate < 999.5:
-            return f"{rate:.3g} {unit}"
-        rate /= 1000
-    return f"{rate:.3g} Tb/s"
+def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
+    """How a probe has to be made to cost what this optimizer's steps cost."""
+    names = ("kernels", "block_size", "residual_dtype", "denominator_dtype")
+    options = {name: getattr(optimizer.options, name) for name in names} | {"bucket_mb": optimizer.bucket_mb}
+    known = find_algorithm(optimizer.algorithm).options
+    return {
+        "algorithm": optimizer.algorithm,
+        "ranks_per_node": optimizer.topology.ranks_per_node,
+        **{name: value for name, value in options.items() if name in known},
+    }
 
 
-class _Clock(NamedTuple):
+@dataclass(frozen=True)
+class _Clock:
+    """A moment within the dense warm-up: seconds since some start, of which so many this rank has waited for others."""
+
     steps: int
-    wall: float
+    seconds: float
     waited: float
 
 
 @shown_as("LinkProbe")
-class LinkProbeMixin:
+class LinkProbeMixin(OnebitCallback):
     """Measures at start-up whether compression pays on this network, and says so.
 
     1. Before the first step: the dense all-reduce and the whole compressed step on two samples, on the ranks that train
@@ -162,103 +146,74 @@ class LinkProbeMixin:
     Args:
         sample_mb: MB of fp32 gradients in the larger sample; on a slow network the probe takes about ten times as long as
             averaging them once. A sample smaller than a bucket travels as one, so several buckets' worth shows their pipelining too.
-        repeats: times that each is measured; their median counts.
         watch_steps: dense steps over which waiting is watched; None watches none.
-        timeout: seconds that a rank waits for the others.
 
     Raises:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
         ValueError: an option is out of range.
         MisconfigurationException: (when fitting starts) the strategy compresses nothing.
+        CollectiveTimeout: (when training starts) a rank did not take part within the strategy's ``timeout``.
 
     Example:
         >>> Trainer(strategy="onebit_adam", callbacks=[LinkProbe()])
     """
 
-    def __init__(
-        self,
-        sample_mb: float = 4.0,
-        *,
-        repeats: int = 5,
-        watch_steps: int | None = 20,
-        timeout: float = 600.0,
-    ) -> None:
+    def __init__(self, sample_mb: float = 4.0, *, watch_steps: int | None = 20) -> None:
         super().__init__()
-        check_number("sample_mb", sample_mb, 0, 4096, "give MB of gradients, e.g. 4.0")
-        check_count("repeats", repeats, remedy="give how often to measure")
-        if watch_steps is not None:
-            check_count("watch_steps", watch_steps, remedy="give a number of dense steps, or None")
-        check_number("timeout", timeout, 0, LONGEST_WAIT, "give seconds")
+        check_number("sample_mb", sample_mb, above=0, below=4096)
+        check_integer("watch_steps", watch_steps, least=1, optional=True)
         self.sample_mb = sample_mb
-        self.repeats = repeats
         self.watch_steps = watch_steps
-        self.timeout = timeout
         self.report: LinkReport | None = None
-        self._watching = False
-        self._first_step: int | None = None
+        self._watch_from: int | None = None  # step, None: waiting is not watched
         self._began: _Clock | None = None
-
-    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Refuses a Trainer of the other Lightning tree and a strategy that compresses nothing."""
-        if stage == "fit":
-            check_trainer(self, trainer)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuses a fit without compressed optimizers."""
-        compressed_optimizers(self, trainer)
+        named_optimizers(self, trainer)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Measures the link."""
-        optimizers = compressed_optimizers(self, trainer)
-        self._watching = False
+        optimizers = [optimizer for _, optimizer in named_optimizers(self, trainer)]
+        self._watch_from = self._began = None
         if trainer.world_size == 1:
             rank_zero_info("LinkProbe: one process exchanges nothing, so there is no link to measure.")
             return
-        device = optimizers[0].param_groups[0]["params"][0].device
         size = max(16, int(self.sample_mb * 1e6 / 4))
-        largest = max(optimizers, key=_elements)
-        small, large = (
-            measure_link(elements, device=device, repeats=self.repeats, timeout=self.timeout, **_probed(largest))
-            for elements in (size // 16, size)
-        )
-        self.report = LinkReport.extrapolate(
-            sum(_elements(optimizer) for optimizer in optimizers),
-            trainer.world_size,
-            small,
-            large,
-            host_sees_kernels=device.type == "cpu",
-        )
+        options = {
+            "device": optimizers[0].param_groups[0]["params"][0].device,
+            "timeout": trainer.strategy.timeout.total_seconds(),
+            **_probed(max(optimizers, key=_elements)),
+        }
+        small, large = (measure_link(elements, **options) for elements in (size // 16, size))
+        self.report = LinkReport.extrapolate(sum(map(_elements, optimizers)), trainer.world_size, small, large)
         rank_zero_info(f"LinkProbe: {self.report}.")
         if not self.report.pays:
             rank_zero_warn(
                 "LinkProbe: compression cannot pay here: the exchange is not faster than averaging densely. Use "
                 '`strategy="ddp"`, or bring a slower network, more ranks or a larger model.'
             )
-        self._watching = self.watch_steps is not None and "nccl" not in str(dist.get_backend())
-        self._first_step = self._began = None
+        if self.watch_steps is not None and "nccl" not in str(dist.get_backend()):
+            self._watch_from = optimizers[0].ledger.steps + WARM_STEPS
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Watches the first dense steps."""
-        if not self._watching:
+        if self._watch_from is None:
             return
         ledgers: list[ByteLedger] = [optimizer.ledger for optimizer in trainer.strategy.onebit_optimizers]
         if any(ledger.last is not None and not ledger.last.dense for ledger in ledgers):
             # Compression has begun: what would have to be watched is over.
-            self._watching = False
-            return
-        if ledgers[0].last is None:  # batches that accumulate come before the first step
+            self._watch_from = None
             return
         now = _Clock(ledgers[0].steps, time.perf_counter(), sum(item.total.communication_seconds for item in ledgers))
         if self._began is None:
-            self._first_step = now.steps if self._first_step is None else self._first_step
-            if now.steps - self._first_step >= WARM_STEPS:
-                self._began = now
+            self._began = now if now.steps > self._watch_from else None
         elif now.steps - self._began.steps >= (self.watch_steps or 0):
-            self._watching = False
+            self._watch_from = None
             self._judge(trainer, self._began, now)
 
     def _judge(self, trainer: Any, began: _Clock, ended: _Clock) -> None:
-        share = min(0.999, (ended.waited - began.waited) / max(1e-9, ended.wall - began.wall))
+        share = min(0.999, (ended.waited - began.waited) / max(1e-9, ended.seconds - began.seconds))
         text = (
             f"LinkProbe: in {ended.steps - began.steps} dense steps this rank waited {share:.0%} of the time for the "
             f"others, so compression can make steps at most {1 / (1 - share):.3g}x faster"
