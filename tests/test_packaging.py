@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterable
 from email import message_from_string
 from email.message import Message
 from importlib.metadata import PackageNotFoundError, distribution
@@ -24,6 +25,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import lightning_onebit as ob
+from lightning_onebit._ddp_keywords import DDP_KEYWORDS
+from lightning_onebit.optim.options import as_parameters
 from lightning_onebit.registry import ALGORITHMS
 from lightning_onebit.strategy import OnebitMixin
 
@@ -238,40 +241,42 @@ def test_python_that_is_too_old_is_refused_by_name(tmp_path: Path) -> None:
 
 
 def option_table(heading: str) -> dict[str, object]:
-    """The first table under a heading of the README: option -> default."""
-    section = (ROOT / "README.md").read_text().split(f"### {heading}\n", 1)[1]
+    """The first table under a heading of docs/options.md: option -> default."""
+    section = (ROOT / "docs" / "options.md").read_text().split(f"## {heading}\n", 1)[1]
     section = re.split(r"^#", section, maxsplit=1, flags=re.MULTILINE)[0]
     found = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE)
-    return {name: ast.literal_eval(default) for name, default in found}
+    made: dict[str, object] = {"LocalSteps()": ob.LocalSteps(), "LambCoefficients()": ob.LambCoefficients()}
+    return {name: made[default] if default in made else ast.literal_eval(default) for name, default in found}
 
 
-def keyword_defaults(function: object) -> dict[str, object]:
-    parameters = inspect.signature(function).parameters.values()  # type: ignore[arg-type]
+def defaults(parameters: Iterable[inspect.Parameter]) -> dict[str, object]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def test_readme_lists_every_option_of_the_optimizer_with_its_default() -> None:
-    assert option_table("Options of `OnebitAdam`") == keyword_defaults(ob.OnebitAdam)
+def test_docs_list_every_option_of_every_algorithm_with_its_default() -> None:
+    listed, known = option_table("Algorithm"), set()
+    for algorithm in ALGORITHMS.values():
+        for name, default in defaults(as_parameters(algorithm.optimizer.options_class)).items():
+            known.add(name)
+            if (algorithm.name, name) != ("binsgdm", "denominator_floor"):  # None: 1.0 or, as published, 0.0
+                assert listed[name] == default, (algorithm.name, name)
+    assert set(listed) == known
 
 
-def test_readme_lists_the_options_of_the_strategy_with_their_defaults() -> None:
-    own = keyword_defaults(OnebitMixin.__init__)
+def test_docs_list_every_option_of_the_exchange_with_its_default() -> None:
+    assert option_table("Exchange") == defaults(as_parameters(ob.ExchangeOptions))
+
+
+def test_docs_list_the_options_of_the_strategy_with_their_defaults() -> None:
+    own = defaults(inspect.signature(OnebitMixin.__init__).parameters.values())
     handed_on = {name for algorithm in ALGORITHMS.values() for name in algorithm.options}
-    # those of DDP's are no options: docs/troubleshooting.md has what replaces them
-    ddp = {
-        "find_unused_parameters",
-        "static_graph",
-        "gradient_as_bucket_view",
-        "model_averaging_period",
-        "bucket_cap_mb",
-    }
-    ddp |= {"ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"}
-    expected = {name: default for name, default in own.items() if name not in handed_on | ddp}
-    assert option_table("Options of `OnebitStrategy`") == {"algorithm": "onebit_adam", **expected}
+    # those of DDP's are no options: docs/migration.md has what replaces them
+    expected = {name: default for name, default in own.items() if name not in handed_on | set(DDP_KEYWORDS)}
+    assert option_table("Strategy") == {"algorithm": "onebit_adam", **expected}
     assert handed_on <= set(own), "the strategy cannot hand on every option of its algorithms"
 
 
-def test_readme_lists_every_algorithm_with_the_options_of_its_own() -> None:
+def test_readme_lists_every_algorithm() -> None:
     readme = (ROOT / "README.md").read_text()
     for algorithm in ALGORITHMS.values():
         names = ", ".join(f"`{name}`" for name in (algorithm.name, *algorithm.aliases))
@@ -279,10 +284,6 @@ def test_readme_lists_every_algorithm_with_the_options_of_its_own() -> None:
         row = re.search(rf"^\| {names} \| `{optimizer}` \|.*\| (yes|no) \|$", readme, re.MULTILINE)
         assert row, f"no row for {names}"
         assert (row[1] == "yes") is (torch.optim.AdamW in algorithm.converts)
-        extra = set(keyword_defaults(algorithm.optimizer)) - set(keyword_defaults(ob.OnebitAdam))
-        if extra:
-            listed = re.search(rf"^\| `{optimizer}` \| (.*) \|$", readme, re.MULTILINE)
-            assert listed and set(re.findall(r"`(\w+)`", listed[1])) == extra
 
 
 def test_readme_names_every_extra(wheel: Path) -> None:
