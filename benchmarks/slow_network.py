@@ -120,7 +120,7 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
         return make_step(model, loss, freeze_step=2)
     nothing: Callable[[], dict[str, Any]] = dict
     if name.startswith("onebit"):
-        from lightning_onebit.optim import OnebitAdam
+        from lightning_onebit.algorithms import OnebitAdam
 
         overlap = "backward" if name == "onebit_backward" else "step"
         onebit = OnebitAdam(model.parameters(), lr=1e-4, freeze_step=1, bucket_mb=setting.bucket_mb, overlap=overlap)
@@ -164,7 +164,7 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
 
         return onebit_step, told
     if name.startswith("zero_one"):
-        from lightning_onebit.optim import ZeroOneAdam
+        from lightning_onebit.algorithms import ZeroOneAdam
 
         gap = _cycle(name)
         sent: list[tuple[int, bool]] = []
@@ -233,7 +233,7 @@ def _local_seconds(model: Any, setting: Setting) -> list[float]:
     import torch.distributed as dist
     from _common import echo_group
 
-    from lightning_onebit.optim import OnebitAdam
+    from lightning_onebit.algorithms import OnebitAdam
 
     echo = echo_group(dist.get_world_size())
     alone = OnebitAdam(model.parameters(), 1e-4, freeze_step=1, bucket_mb=setting.bucket_mb, process_group=echo)

@@ -34,8 +34,8 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from torch import Tensor
 
 from lightning_onebit.comm import Transport
-from lightning_onebit.optim import OnebitOptimizer, Phase
-from lightning_onebit.optim.redistribute import Redistribution
+from lightning_onebit.engine import OnebitOptimizer, Phase
+from lightning_onebit.engine.redistribute import Redistribution
 
 log = logging.getLogger("lightning_onebit")
 

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_onebit.algorithms import OnebitAdam, ZeroOneAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.comm.ranges import begin
-from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, ZeroOneAdam
+from lightning_onebit.engine import OnebitOptimizer
 
 
 def ranges(make: type[OnebitOptimizer], **options: object) -> list[set[str]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_onebit._names import shown_as
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer
 from lightning_onebit.comm import ByteLedger, Topology, Transport, handshake
-from lightning_onebit.optim.options import LONGEST_WAIT
+from lightning_onebit.engine.options import LONGEST_WAIT
 
 # Elements hashed at once: the 64-bit temporaries stay at a few megabytes, whatever the size of the parameter.
 CHUNK = 1 << 20

@@ -12,6 +12,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
+from lightning_onebit.algorithms import OnebitAdam, OnebitLamb
 from lightning_onebit.callbacks._common import (
     check_count,
     check_number,
@@ -22,8 +23,8 @@ from lightning_onebit.callbacks._common import (
     optimizer_name,
 )
 from lightning_onebit.comm import ByteLedger, Topology, Transport
-from lightning_onebit.optim import OnebitAdam, OnebitLamb, Phase
-from lightning_onebit.optim.options import LONGEST_WAIT
+from lightning_onebit.engine import Phase
+from lightning_onebit.engine.options import LONGEST_WAIT
 
 DEFAULT_LOSS_FACTOR = 1.5
 DEFAULT_RESIDUAL_LIMIT = 10.0

@@ -15,8 +15,8 @@ from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer, compressed_optimizers
 from lightning_onebit.comm import ByteLedger
-from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.options import LONGEST_WAIT
+from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.engine.options import LONGEST_WAIT
 from lightning_onebit.registry import find_algorithm
 
 # Dense steps that are left out when waiting is watched: the first ones connect, allocate and may compile.

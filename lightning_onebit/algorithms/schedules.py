@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from lightning_onebit._choices import GapRule, choices
-from lightning_onebit.optim.options import check_choice, check_integer
+from lightning_onebit.engine.options import check_choice, check_integer
 
 #: refreshes after which the gap to the next doubles, as published; none counts for more than one part in as many of a second moment, and
 #: after the freeze no more than one step in as many is one
