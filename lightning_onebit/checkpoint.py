@@ -69,7 +69,7 @@ class GoodCheckpoints:
     def tell(self, optimizers: Iterable[OnebitOptimizer]) -> None:
         """Lets optimizers name the newest one when they refuse to be saved."""
         for optimizer in optimizers:
-            optimizer._whole.checkpoint = self._paths[-1] if self._paths else None
+            optimizer._engine.whole.checkpoint = self._paths[-1] if self._paths else None
 
 
 class ShardError(RuntimeError):

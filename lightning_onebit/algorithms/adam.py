@@ -33,7 +33,6 @@ class Adam(RefreshedMoments):
         return super().wants_dense() or self.refresh_due()
 
     def may_be_dense(self) -> bool:
-        """See the base."""
         return super().may_be_dense() or self.refreshes
 
     def step_dense(self, step: Step, active: list[int]) -> None:

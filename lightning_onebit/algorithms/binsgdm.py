@@ -84,7 +84,6 @@ class Binary(Rule):
         self.merge_due = False
 
     def check_group(self, group: Mapping[str, Any]) -> None:
-        """See the base."""
         check_number("beta", group["beta"], least=0, below=1)
 
     # ----- the rule ----------------------------------------------------------------------------------------------------
@@ -167,7 +166,6 @@ class Binary(Rule):
         return {i for slot, i in enumerate(layout.slots) if slot not in owners and layout.params[i].numel()}
 
     def unheard(self) -> list[int]:
-        """See the base."""
         return sorted(self.kept.cold)
 
     def first_gradients(self, step: Step, indices: list[int]) -> None:
@@ -198,7 +196,6 @@ class Binary(Rule):
         return {"live": torch.cat(live)}
 
     def laid_out(self, kept: Mapping[int, Mapping[str, Tensor]], *, in_use: bool, grew: bool) -> None:
-        """See the base."""
         if self.kept.sharded and kept:
             log.warning(
                 "a parameter joins binsgdm: blocks are dealt anew among the ranks of a node, and m and a start from zero"
@@ -227,16 +224,13 @@ class Binary(Rule):
     # ----- saving ------------------------------------------------------------------------------------------------------
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
-        """See the base."""
         if self.live:
             yield "live", torch.cat([unpack_bits(words).flatten() for words in self.live])
 
     def books(self) -> dict[str, Any]:
-        """See the base."""
         return {"merge_due": self.merge_due}
 
     def load(self, phase: Phase, books: Mapping[str, Any], saved: Saved, enter: Callable[[Phase], None]) -> None:
-        """See the base."""
         layout = self.kept.layout
         self.merge_due = books.get("merge_due", False)
         flat = torch.zeros(layout.plan.elements, dtype=torch.bool, device=layout.device)
@@ -271,9 +265,9 @@ class Votes(Codec):
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
         """Worker side: draws the signs of this rank's shard, or sends its bitmap of live coordinates."""
-        kept, rule, place = self.kept, self._rule, self.kept.layout.place
+        kept, rule, ranks = self.kept, self._rule, self.kept.layout.ranks
         lo, hi = kept.layout.shard(bucket)
-        out = kept.payload(bucket, place.nodes, has_scales=False)
+        out = kept.payload(bucket, ranks.nodes, has_scales=False)
         s = self.step.part(bucket, lo, hi)
         if self._merging:
             words = out.words.flatten(0, 1).contiguous()
@@ -292,7 +286,7 @@ class Votes(Codec):
             a=s["a"],
             # a hierarchical exchange has the nodes for workers, and each element of a node is drawn by one of its ranks
             phi=rule.options.phi,
-            key=self._key(place.node, WORKER_STREAM),
+            key=self._key(ranks.node, WORKER_STREAM),
             first_block=bucket.first_block + lo,
             out=out,
         )
@@ -325,7 +319,7 @@ class Votes(Codec):
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         """uint8 ``(size, reply bytes)``: ``block_size/8`` bytes per block."""
-        return self.kept.payload(bucket, self.kept.layout.place.size, has_scales=False).raw
+        return self.kept.payload(bucket, self.kept.layout.ranks.size, has_scales=False).raw
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
         """Keeps the bits until all buckets are in, or takes the united bitmap."""

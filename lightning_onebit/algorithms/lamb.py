@@ -113,7 +113,6 @@ class Lamb(FrozenMoments):
     arenas: ClassVar[dict[str, str]] = {**FrozenMoments.arenas, "fresh": "exp_avg_sq_fresh"}
     numbers: ClassVar[dict[str, float]] = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
     needs_old_momentum: ClassVar[bool] = True
-    kinds_differ: ClassVar[bool] = True
 
     def __init__(self, options: LambOptions, exchange: ExchangeOptions) -> None:
         # of a plan: runs of blocks (of a slot each, or padding), and where the runs of all slots are among them
@@ -152,7 +151,6 @@ class Lamb(FrozenMoments):
         self._default_ratios([i for i in self.kept.layout.slots if i not in self.kept.late])
 
     def leave_compressed(self) -> None:
-        """See the base."""
         super().leave_compressed()
         self.kept.flat.pop("fresh", None)
 
@@ -222,7 +220,7 @@ class Lamb(FrozenMoments):
                 slots = layout.slots[len(places) : len(places) + size]
                 places += reversed(range(len(counts), len(counts) + size))
                 blocks = [-(-layout.params[i].numel() // plan.block_size) for i in reversed(slots)]
-                counts += [*blocks, -sum(blocks) % layout.place.size]
+                counts += [*blocks, -sum(blocks) % layout.ranks.size]
             self._runs = plan, upload(counts, self.kept.device), upload(places, self.kept.device)
         _, lengths, where = self._runs
         return torch.segment_reduce(rows, reduction, lengths=lengths, initial=0.0, unsafe=True)[where]
@@ -230,18 +228,15 @@ class Lamb(FrozenMoments):
     # ----- parameters that join or learn late --------------------------------------------------------------------------
 
     def joined(self, indices: Sequence[int]) -> None:
-        """See the base."""
         super().joined(indices)
         if "fresh" in self.kept.flat:
             self._default_ratios(indices)
 
     def first_gradients(self, step: Step, indices: list[int]) -> None:
-        """See the base."""
         super().first_gradients(step, indices)
         self.kept.numbers["coeff_average"][upload(indices, self.kept.device, torch.int64)] = 0.0
 
     def take_in(self, index: int, own: dict[str, Tensor], updates: int) -> None:
-        """See the base."""
         if "fresh" in self.kept.flat:
             fresh = self.kept.part("fresh", index)
             floor_second_moment_(fresh.copy_(memory_order(own["v"])), phi=self.options.denominator_floor)
@@ -249,7 +244,6 @@ class Lamb(FrozenMoments):
         super().take_in(index, own, updates)
 
     def load(self, phase: Phase, books: Mapping[str, Any], saved: Saved, enter: Callable[[Phase], None]) -> None:
-        """See the base."""
         super().load(phase, books, saved, enter)
         if "fresh" in self.kept.flat:
             load_flat(self.kept, self.kept.flat["fresh"], "exp_avg_sq_fresh", saved)

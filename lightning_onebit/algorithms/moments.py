@@ -89,7 +89,6 @@ class FrozenMoments(Rule):
 
     @property
     def unit(self) -> str | None:
-        """See the base."""
         return "r" if self.preconditioned else None
 
     # ----- the rule ----------------------------------------------------------------------------------------------------
@@ -232,7 +231,6 @@ class FrozenMoments(Rule):
             self.updates |= dict.fromkeys(indices, 0)
 
     def unheard(self) -> list[int]:
-        """See the base."""
         return sorted(self.kept.cold) if self.kept.cold and self.takes_late else []
 
     def first_gradients(self, step: Step, indices: list[int]) -> None:
@@ -240,7 +238,6 @@ class FrozenMoments(Rule):
         step.late.begin(indices, "has its first gradient after second moments have frozen")
 
     def starts_late(self, indices: Sequence[int]) -> None:
-        """See the base."""
         for i in indices:
             self.updates.pop(i, None)
 
@@ -271,15 +268,12 @@ class FrozenMoments(Rule):
 
     @property
     def takes_late(self) -> bool:
-        """See the base."""
         return self.kept.compresses and "r" in self.kept.flat
 
     def restarts(self, index: int) -> None:
-        """See the base."""
         self.kept.part("r", index).zero_()
 
     def restarted(self) -> None:
-        """See the base."""
         self.updates = {i: k for i, k in self.updates.items() if self.kept.t[i]}
 
     # ----- saving ------------------------------------------------------------------------------------------------------
@@ -337,7 +331,6 @@ class FrozenMoments(Rule):
 
     @torch.no_grad()
     def compacted(self, packed: dict[str, Any]) -> dict[str, Any]:
-        """See the base."""
         kept = self.kept
         if "r" not in kept.flat or "v" in kept.flat:
             return packed
@@ -347,7 +340,6 @@ class FrozenMoments(Rule):
         return compact(packed, inversions, kept.exchange.block_size)
 
     def books(self) -> dict[str, Any]:
-        """See the base."""
         return {"variance_steps": dict(self.updates)}
 
     def rank_layout(self) -> dict[str, Any]:
@@ -355,7 +347,6 @@ class FrozenMoments(Rule):
         return {"preconditioned": True} if self.preconditioned else {}
 
     def load(self, phase: Phase, books: Mapping[str, Any], saved: Saved, enter: Callable[[Phase], None]) -> None:
-        """See the base."""
         flat = self.kept.flat
         self.updates = {int(i): k for i, k in books.get("variance_steps", {}).items()}
         load_flat(self.kept, flat["v"], "exp_avg_sq" + EXACT, saved)

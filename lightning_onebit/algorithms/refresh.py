@@ -70,7 +70,6 @@ class RefreshedMoments(FrozenMoments):
 
     @property
     def preconditioned(self) -> bool:
-        """See the base."""
         return bool(self.options.recipe == "default")
 
     @property
@@ -130,7 +129,6 @@ class RefreshedMoments(FrozenMoments):
                 now.view(-1, bucket.block_size)[mask] = whole.view(-1, bucket.block_size)[mask]
 
     def freezes(self) -> None:
-        """See the base."""
         self.variance_policy.freeze(self.kept.steps, self.interval, learned=self.has_dense_warm_up)
 
     def made(self) -> None:
@@ -156,11 +154,9 @@ class RefreshedMoments(FrozenMoments):
     # ----- saving ------------------------------------------------------------------------------------------------------
 
     def books(self) -> dict[str, Any]:
-        """See the base."""
         return {**super().books(), "variance_policy": self.variance_policy.state_dict()}
 
     def load(self, phase: Phase, books: Mapping[str, Any], saved: Saved, enter: Callable[[Phase], None]) -> None:
-        """See the base."""
         policy = self.variance_policy
         if "variance_policy" in books:
             policy.load_state_dict(books["variance_policy"])

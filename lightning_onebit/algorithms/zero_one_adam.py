@@ -106,7 +106,6 @@ class ZeroOne(RefreshedMoments):
         return float(self.kept.groups[0]["lr"])
 
     def freezes(self) -> None:
-        """See the base."""
         if not self.preconditioned and self.variance_policy.refreshes < MATURE:
             self._refuse_noise()
         super().freezes()
@@ -193,7 +192,6 @@ class ZeroOne(RefreshedMoments):
         self.kept.allocate_residuals()
 
     def enter_compressed(self) -> None:
-        """See the base."""
         self._prepare_one_bit()
         self.kept.flat.pop("v", None)
 
@@ -301,7 +299,6 @@ class ZeroOne(RefreshedMoments):
 
     @property
     def mid_local(self) -> bool:
-        """See the base."""
         return self.kept.phase is Phase.LOCAL and self.sync_policy.since > 0
 
     @property
@@ -311,7 +308,6 @@ class ZeroOne(RefreshedMoments):
 
     @property
     def showing(self) -> bool:  # type: ignore[override]
-        """See the base."""
         return self.local.showing
 
     @showing.setter
@@ -319,20 +315,16 @@ class ZeroOne(RefreshedMoments):
         self.local.showing = showing
 
     def show_shared(self) -> None:
-        """See the base."""
         if self.mid_local and not self.local.showing:
             self.local.show_shared()
 
     def show_own(self) -> None:
-        """See the base."""
         self.local.show_own()
 
     def keep_shown(self) -> None:
-        """See the base."""
         self.local.keep_shown()
 
     def synchronise(self, step: Step) -> None:
-        """See the base."""
         self._exchange_local(step)
         self.kept.publish([i for i in self.kept.layout.slots if step.active[i]])
         self._record_round(synchronised=True)
@@ -353,7 +345,6 @@ class ZeroOne(RefreshedMoments):
             self.sync_policy.record(True)
 
     def laid_out(self, kept: Mapping[int, Mapping[str, Tensor]], *, in_use: bool, grew: bool) -> None:
-        """See the base."""
         self.local.reset()
         if in_use:
             log.warning(
@@ -365,29 +356,24 @@ class ZeroOne(RefreshedMoments):
             self.variance_policy.bring_forward(self.kept.steps + 1)
 
     def joined(self, indices: Sequence[int]) -> None:
-        """See the base."""
         super().joined(indices)
         self.local.way += [0.0] * len(indices)
         self.local.anchor_late(indices)
 
     def first_gradients(self, step: Step, indices: list[int]) -> None:
-        """See the base."""
         super().first_gradients(step, indices)
         for i in indices:
             self.local.way[self.kept.layout.slot_of[i]] = 0.0  # with gradients of 0, nowhere
 
     def stepped_late(self, indices: Sequence[int]) -> None:
-        """See the base."""
         self.local.anchor_late(indices)
 
     def may_take_in(self) -> bool:
-        """See the base."""
         return not self.mid_local
 
     # ----- saving ------------------------------------------------------------------------------------------------------
 
     def shared_master(self, index: int) -> Tensor:
-        """See the base."""
         kept = self.kept
         if self.mid_local and index in kept.layout.slot_of:
             anchor = self.local.anchor(index)
@@ -395,7 +381,6 @@ class ZeroOne(RefreshedMoments):
         return super().shared_master(index)
 
     def books(self) -> dict[str, Any]:
-        """See the base."""
         return {
             **super().books(),
             "sync_policy": self.sync_policy.state_dict(),
@@ -405,7 +390,6 @@ class ZeroOne(RefreshedMoments):
         }
 
     def load(self, phase: Phase, books: Mapping[str, Any], saved: Saved, enter: Callable[[Phase], None]) -> None:
-        """See the base."""
         kept = self.kept
         self._interrupted = None
         if books:
@@ -430,7 +414,6 @@ class ZeroOne(RefreshedMoments):
         return {"shared_weights": bit_sums([self.local.anchor(i) for i in self.kept.layout.slots])}
 
     def rank_state(self) -> dict[str, Tensor]:
-        """See the base."""
         if not self.mid_local:
             return {}
         flat = self.kept.flat

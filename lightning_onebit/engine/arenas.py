@@ -132,12 +132,12 @@ class Arenas:
     @property
     def compresses(self) -> bool:
         """Whether there is anything to compress for: more than one rank."""
-        return self._layout is not None and self._layout.place.compresses
+        return self._layout is not None and (self._layout.ranks.size > 1 or self.exchange._alone)
 
     @property
     def sharded(self) -> bool:
         """Whether arenas hold this rank's shard only."""
-        return self.per_rank and self.layout.place.ranks_per_node > 1
+        return self.per_rank and self.layout.ranks.ranks_per_node > 1
 
     def _zeros(self, elements: int) -> Tensor:
         return torch.zeros(elements, dtype=torch.float32, device=self.layout.device)
@@ -146,7 +146,7 @@ class Arenas:
         """Makes all arenas anew, of zeros but for what is kept; without residuals."""
         self._layout = layout
         self.kernels = get_backend(self.exchange.kernels, layout.device)
-        size = layout.plan.elements // (layout.place.ranks_per_node if self.per_rank else 1)
+        size = layout.plan.elements // (layout.ranks.ranks_per_node if self.per_rank else 1)
         self.flat = {name: self._zeros(size) for name in self.names}
         self.momentum, self.worker, self.server = [], None, None
         self._keep(kept)
@@ -162,9 +162,9 @@ class Arenas:
         if "m" not in self.flat:
             self.momentum += [self._zeros(b.elements) for b in layout.buckets[len(before.buckets) :]]
         if self.worker is not None and self.server is not None:
-            place, blocks = layout.place, layout.plan.blocks - before.plan.blocks
-            self.worker = self._longer(self.worker, blocks // place.ranks_per_node)
-            self.server = self._longer(self.server, blocks // place.size)
+            ranks, blocks = layout.ranks, layout.plan.blocks - before.plan.blocks
+            self.worker = self._longer(self.worker, blocks // ranks.ranks_per_node)
+            self.server = self._longer(self.server, blocks // ranks.size)
 
     def move_to(self, layout: Layout) -> None:
         """The same layout at another place in an equal world."""
@@ -183,8 +183,8 @@ class Arenas:
         layout, params = self.layout, self.layout.params
         self._forget_bound()
         self.t += [0] * (len(params) - len(self.t))
-        for name, value in self._first_numbers.items():
-            numbers = torch.full((len(params),), value, dtype=torch.float64, device=layout.device)
+        for name, first in self._first_numbers.items():
+            numbers = torch.full((len(params),), first, dtype=torch.float64, device=layout.device)
             if name in self.numbers:
                 numbers[: len(self.numbers[name])] = self.numbers[
                     name
@@ -216,7 +216,7 @@ class Arenas:
         """Gives a parameter moments of its own, zeros."""
         self.own[index] = self._own_zeros(index)
 
-    def kept(self, index: int, *, arenas: bool) -> dict[str, Tensor]:
+    def keeps_of(self, index: int, *, arenas: bool) -> dict[str, Tensor]:
         """What a parameter keeps where things are laid out anew; ``arenas``: what lies in arenas too."""
         names = self.own.get(index, self.flat if arenas and not self.sharded else {})
         state = {name: self.moment(name, index).clone() for name in names}
@@ -297,8 +297,8 @@ class Arenas:
     def allocate_residuals(self) -> None:
         """Makes both residuals, of zeros, where there are none."""
         if self.worker is None:
-            self.worker = self._no_residual(self.layout.place.ranks_per_node)
-            self.server = self._no_residual(self.layout.place.size)
+            self.worker = self._no_residual(self.layout.ranks.ranks_per_node)
+            self.server = self._no_residual(self.layout.ranks.size)
 
     def _no_residual(self, share: int) -> Residual:
         """Zeros for one of ``share`` equal parts of all blocks."""
@@ -308,11 +308,11 @@ class Arenas:
 
     def worker_residual(self, bucket: Bucket) -> Residual:
         """What this rank holds back of its shard of a bucket."""
-        return _part(self.worker, bucket, self.layout.place.ranks_per_node)
+        return _part(self.worker, bucket, self.layout.ranks.ranks_per_node)
 
     def server_residual(self, bucket: Bucket) -> Residual:
         """What this rank holds back, as a server, of its chunk of a bucket."""
-        return _part(self.server, bucket, self.layout.place.size)
+        return _part(self.server, bucket, self.layout.ranks.size)
 
     def clear_residuals(self, index: int) -> None:
         """Drops what is held back of a parameter."""
@@ -450,7 +450,7 @@ class Arenas:
 
     def payload(self, bucket: Bucket, rows: int, *, has_scales: bool = True) -> Packed:
         """An empty payload for ``rows`` chunks of a bucket."""
-        count = bucket.blocks // self.layout.place.size
+        count = bucket.blocks // self.layout.ranks.size
         width = Packed.row_bytes(count, bucket.block_size, has_scales)
         raw = torch.empty((rows, width), dtype=torch.uint8, device=self.layout.device)
         return Packed(raw, count, bucket.block_size, has_scales)

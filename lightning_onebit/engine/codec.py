@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.comm import Bucket
+from lightning_onebit.comm import Codec as Wire
 from lightning_onebit.engine.whole import Wholeness
 from lightning_onebit.kernels import BoundSpans, Packed, Residual
 from lightning_onebit.kernels.transfer import Download
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 Guarded: TypeAlias = "list[tuple[Tensor | Residual, tuple[int, int]]]"
 
 
-class Codec:
+class Codec(Wire):
     """What all codecs of a step have in common (see ``comm.exchange.Codec``).
 
     Attributes:
@@ -118,20 +119,18 @@ class OneBit(Codec):
         ]
 
     def look_up(self, bucket: Bucket) -> None:
-        """See the base."""
         super().look_up(bucket)
         self._worker(bucket)
         self._server(bucket)
 
     def contribution(self, bucket: Bucket) -> Tensor | BoundSpans:
-        """See the base."""
         flat = self._worker(bucket)[0].g
         return super().contribution(bucket) if flat is None else flat
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
         """Worker side: compresses ``a*m + (b*g)*r + e`` of this rank's shard."""
         lo, hi = self.kept.layout.shard(bucket)
-        out = self.kept.payload(bucket, self.kept.layout.place.nodes)
+        out = self.kept.payload(bucket, self.kept.layout.ranks.nodes)
         if guard := self.protected.get(bucket.index):
             guard.save()
         sent, residual = self._worker(bucket)
@@ -141,11 +140,11 @@ class OneBit(Codec):
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
-        place = self.kept.layout.place
-        rows = Packed(received, bucket.blocks // place.size, bucket.block_size)
+        ranks = self.kept.layout.ranks
+        rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
         out = self.kept.payload(bucket, 1)
         lengths, residual = self._server(bucket)
-        self.kept.kernels.reduce(rows, lengths, residual, out, 1.0 / place.nodes)
+        self.kept.kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes)
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
@@ -154,7 +153,7 @@ class OneBit(Codec):
         fresh = self.step.rule.needs_old_momentum or bucket.index in self.protected
         if isinstance(held, Packed) and not fresh:
             return held.raw
-        return self.kept.payload(bucket, self.kept.layout.place.size).raw
+        return self.kept.payload(bucket, self.kept.layout.ranks.size).raw
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
         """Takes the averaged, compressed result and applies it."""
@@ -163,7 +162,7 @@ class OneBit(Codec):
             self._apply(bucket, gathered)
 
     def _apply(self, bucket: Bucket, gathered: Tensor) -> None:
-        packed = Packed(gathered, bucket.blocks // self.kept.layout.place.size, bucket.block_size)
+        packed = Packed(gathered, bucket.blocks // self.kept.layout.ranks.size, bucket.block_size)
         part = self.step.part(bucket, 0, bucket.blocks)
         self._taken.append((part, packed, self._take(part, packed)))
         guard = self.protected.get(bucket.index)

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from lightning_onebit.comm import ring_bytes
+from lightning_onebit.comm import ring_bytes, torn_down_last
 from lightning_onebit.engine.agreement import AGREE_EVERY
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.codec import Scales
 from lightning_onebit.engine.early import Early
 from lightning_onebit.engine.late import Late
-from lightning_onebit.engine.layout import Layout, Place, check_parameters
+from lightning_onebit.engine.layout import Layout, check_parameters
 from lightning_onebit.engine.link import Link
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.engine.rule import Rule
 from lightning_onebit.engine.step import Step
 from lightning_onebit.engine.whole import TornStep, Wholeness, signals_held
-from lightning_onebit.kernels.common import bit_sums
 
 log = logging.getLogger("lightning_onebit")
 
@@ -29,6 +32,27 @@ log = logging.getLogger("lightning_onebit")
 MOST_SKIPS = 100
 #: compressed steps in a row with the same gradients on all ranks after which that is no accident
 ALIKE_STEPS = 3
+
+
+_alive: weakref.WeakSet[Engine] = weakref.WeakSet()
+
+
+@atexit.register
+def _give_groups_back() -> None:
+    """Lets go of what the program has destroyed.
+
+    A program that destroys its process groups and ends may still have an optimizer, which keeps them and gloo's threads; one that
+    gives a tensor back after Python has ended aborts the process.
+    """
+    engines = list(_alive)
+    held = {group for engine in engines for group in engine.link.groups()}
+    with torn_down_last(list(held)):
+        held.clear()
+        for engine in engines:
+            engine.release()
+            engine.exchange = replace(engine.exchange, process_group=None)
+            engine.link.forget_group(engine.exchange)
+            engine.kept.exchange = engine.exchange
 
 
 class Engine:
@@ -62,6 +86,7 @@ class Engine:
         self.hyperparameters: tuple[str, ...] = ()
         # compressed steps in a row in which all ranks had the same gradients
         self._alike_steps = 0
+        _alive.add(self)
 
     # ----- the step ---------------------------------------------------------------------------------------------------
 
@@ -70,7 +95,7 @@ class Engine:
         # looking must not decide: a rank that looks before a schedule changes lr would take another path than the others
         if self.running is not None and self.running.dense is not None:
             return self.running.dense
-        return not self.place().compresses or self.rule.wants_dense()
+        return not self.compresses or self.rule.wants_dense()
 
     def new_step(self) -> Step:
         """A step of which nothing is known yet."""
@@ -175,6 +200,16 @@ class Engine:
                 "gradients, or look at the data"
             )
 
+    def skip_step(self) -> None:
+        """See ``OnebitOptimizer.skip_step()``."""
+        if self.early.open:
+            raise RuntimeError(
+                f"skip_step() in place of step {self.kept.steps + 1}: overlap='backward' sends gradients in backward, and what has been "
+                "sent cannot be skipped; use overlap='step'"
+            )
+        self.link.finish_reduction()
+        self.skip(self.next_is_dense())
+
     def abandon(self) -> None:
         """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
         self.kept.hidden, self.rule.showing = {}, False  # weights that are shown are those of the state that is loaded
@@ -215,10 +250,113 @@ class Engine:
                 "sparse=False)"
             )
 
+    # ----- gradients --------------------------------------------------------------------------------------------------
+
+    def begin_backward(self, sync: bool) -> None:
+        """See ``OnebitOptimizer.begin_backward()``."""
+        step, reducer = self.begin(), self.link.reducer
+        step.forget_gradients()
+        self.early.disarm()  # gradients that only accumulate must not leave
+        if sync and self.sends_early and not step.dense:
+            # dense groups are averaged after it: two kinds of collectives that gradients set off would come in an order of each rank's own
+            self.early.arm(step)
+        elif reducer is not None and sync and any(p.requires_grad for p in reducer.params):
+            step.select_lanes()
+            reducer.arm()
+
+    def refuse_norm(self, what: str) -> None:
+        """Raises where gradients are sent before their norm is known."""
+        if self.exchange.overlap == "backward":
+            raise ValueError(
+                f"{what}: the norm needs all gradients, but overlap='backward' sends them as they come; use overlap='step'"
+            )
+
+    def refuse_clipping_by_value(self, clip_value: float) -> None:
+        """See ``OnebitOptimizer.check_clipping_by_value()``."""
+        if self.exchange.overlap == "backward":
+            raise ValueError(
+                f"clipping by value (to {clip_value}) has no effect with overlap='backward', which sends gradients as they come, before "
+                "anything can clip them; use overlap='step'"
+            )
+
+    def global_norm(self, *, clips: bool) -> float:
+        """See ``OnebitOptimizer.global_norm()``."""
+        step = self.average()
+        if step.verdict is None:
+            step.verdict, step.clipped = step.judge(norm=True), False
+        step.clipped = step.clipped or clips
+        return step.verdict.norm
+
+    def clip(self, max_norm: float) -> float:
+        """See ``OnebitOptimizer.clip_grad_norm_()``."""
+        if (limit := self.rule.options.max_grad_norm) is not None:
+            self.average()
+            raise ValueError(
+                f"clip_grad_norm_(): the optimizer clips already (max_grad_norm={limit}); give one of the two"
+            )
+        norm = self.global_norm(clips=True)
+        factor = max_norm / (norm + 1e-6)
+        grads = [p.grad for p in self.kept.layout.params if p.grad is not None]
+        if factor < 1.0 and grads:
+            torch._foreach_mul_(grads, factor)
+        return norm
+
+    def synchronise(self) -> None:
+        """See ``OnebitOptimizer.synchronise()``; own weights are shown by then."""
+        if not self.rule.mid_local:
+            return
+        if self.running is not None:
+            self.running.verdict = None
+        with self.changing("synchronise()"):
+            self.rule.synchronise(self.new_step())
+            self.link.ledger.settle()
+
     # ----- phases -----------------------------------------------------------------------------------------------------
 
     def freeze(self) -> None:
-        """Ends the warm-up."""
+        """See ``OnebitOptimizer.freeze()``."""
+        kind, kept, freeze_step = self.kind, self.kept, self.freeze_step
+        if self.rule.first_phase is not Phase.WARMUP:
+            raise RuntimeError(f"{kind}.freeze(): {kind} has no warm-up to end; it compresses from the first step")
+        if kept.phase is not Phase.WARMUP:
+            raise RuntimeError(f"{kind}.freeze(): already in phase {kept.phase.value!r}; freeze only once")
+        if kept.steps == 0:
+            raise RuntimeError(
+                f"{kind}.freeze() before the first step: the second moments are still zero; take dense steps first"
+            )
+        if freeze_step is not None and kept.steps < freeze_step:
+            raise RuntimeError(
+                f"{kind}.freeze() at step {kept.steps}, but freeze_step={freeze_step} was given; use one or the other"
+            )
+        with self.changing("freeze()"):
+            self._freeze_now()
+
+    def thaw(self) -> None:
+        """See ``OnebitOptimizer.thaw()``."""
+        kind, phase = self.kind, self.kept.phase
+        if not self.rule.has_dense_warm_up:
+            raise RuntimeError(
+                f"{kind}.thaw(): {kind} has no dense warm-up to go back to; use OnebitAdam or OnebitLamb where that is wanted"
+            )
+        if self.freeze_step is not None:
+            raise RuntimeError(
+                f"{kind}.thaw(): freeze_step={self.freeze_step} would freeze it again at once; leave freeze_step out and call freeze()"
+            )
+        if phase is Phase.WARMUP:
+            raise RuntimeError(
+                f"{kind}.thaw(): already in phase {phase.value!r}; only a frozen optimizer can be thawed"
+            )
+        if self.early.open:
+            raise RuntimeError(f"{kind}.thaw(): an exchange is under way; call it between step() and the next backward")
+        with self.changing("thaw()"):
+            self.enter(Phase.WARMUP)
+
+    @property
+    def freeze_step(self) -> int | None:
+        """Step after which the phase changes; None: ``freeze()`` does it."""
+        return getattr(self.rule.options, "freeze_step", None)
+
+    def _freeze_now(self) -> None:
         self.rule.freezes()
         self.enter(self.rule.frozen_phase)
 
@@ -235,7 +373,7 @@ class Engine:
             self.rule.leave_compressed()
             kept.worker = kept.server = None
             self.early.remove_hooks()
-        elif self.place().compresses:
+        elif self.compresses:
             self.rule.enter_compressed()
             kept.hold_by_bucket()
             kept.allocate_residuals()
@@ -245,9 +383,9 @@ class Engine:
 
     def advance(self) -> None:
         """Called after every real step: the freeze, if one is planned for it."""
-        freeze_step = getattr(self.rule.options, "freeze_step", None)
-        if self.kept.phase is Phase.WARMUP and freeze_step is not None and self.kept.steps >= freeze_step:
-            self.freeze()
+        planned = self.freeze_step
+        if self.kept.phase is Phase.WARMUP and planned is not None and self.kept.steps >= planned:
+            self._freeze_now()
         self.rule.made()
 
     def enter_loaded(self, phase: Phase) -> None:
@@ -258,11 +396,14 @@ class Engine:
         else:
             self.enter(phase)
 
-    def start_over(self, indices: list[int]) -> None:
-        """Starts some parameters over; everything else goes on."""
+    def start_over(self, params: Sequence[Tensor]) -> None:
+        """Starts some parameters over; everything else goes on. See ``OnebitOptimizer.reset_state()``."""
         kept, rule = self.kept, self.rule
+        places = {id(p): i for i, p in enumerate(p for group in kept.groups for p in group["params"])}
+        if any(id(p) not in places for p in params):
+            raise ValueError("reset_state(): one of the tensors given is not a parameter of this optimizer")
         known = set(kept.layout.known) if kept.laid_out else set()
-        indices = [i for i in indices if i in known]
+        indices = [i for p in params if (i := places[id(p)]) in known]
         # what is known of the others is in moments that go on learning
         learns = kept.worker is None and kept.phase is Phase.WARMUP
         learns = learns or (kept.laid_out and rule.per_rank and not kept.sharded)
@@ -319,9 +460,10 @@ class Engine:
 
     # ----- layout and connection --------------------------------------------------------------------------------------
 
-    def place(self) -> Place:
-        """Where this rank stands among those that train together."""
-        return Place.of(self.link.ranks, self.exchange)
+    @property
+    def compresses(self) -> bool:
+        """Whether there is anything to compress for: more than one rank."""
+        return self.link.ranks.size > 1 or self.exchange._alone
 
     def lay_out(
         self,
@@ -341,22 +483,22 @@ class Engine:
             known: parameters that a state knows, in the order of their blocks; where there is no layout yet.
             segments: see ``Layout``; of that state.
         """
-        kept, rule, place = self.kept, self.rule, self.place()
+        kept, rule, ranks = self.kept, self.rule, self.link.ranks
         kept.groups = groups
         before = kept.layout if kept.laid_out else None
         known = before.known if before is not None else known
         joining = [p for i, p in enumerate(p for group in groups for p in group["params"]) if i not in set(known)]
         check_parameters(joining, kept.device, self.kind)
-        stays = before is not None and self._plan_stays(before, place, newcomers)
+        stays = before is not None and self._plan_stays(before, newcomers)
         if before is not None and not stays:
             rule.leaving_layout()
         state = {
-            i: {**kept.kept(i, arenas=not stays), **({} if stays else rule.keeps_of(i))}
+            i: {**kept.keeps_of(i, arenas=not stays), **({} if stays else rule.keeps_of(i))}
             for i in (known if before is not None else ())
         }
         layout = Layout.deal(
             groups,
-            place,
+            ranks,
             self.exchange,
             known=known,
             newcomers=newcomers,
@@ -376,63 +518,62 @@ class Engine:
         if self.link.transport is not None:
             self.renew_reducer()
 
-    def _plan_stays(self, before: Layout, place: Place, newcomers: bool) -> bool:
+    def _plan_stays(self, before: Layout, newcomers: bool) -> bool:
         """Whether blocks, and all that lies in them, stay as they are: nobody (of ``newcomers``) joins who is to be among them."""
         if not self.rule.takes_new_parameters():
             return True
         known = {id(before.params[i]) for i in before.slots}
         compressed = [p for group in self.kept.groups if group["compress"] for p in group["params"]]
         joins = newcomers and any(p.requires_grad and id(p) not in known for p in compressed)
-        return not joins and before.place.same_world(place) and before.device == self.kept.device
+        return not joins and before.fits(self.link.ranks) and before.device == self.kept.device
 
     def cut_for_another_world(self) -> bool:
         """Whether what is laid out cannot be dealt anew, and the ranks are not those it was dealt to."""
         if not self.kept.laid_out or self.rule.takes_new_parameters():
             return False
-        return not self.kept.layout.place.same_world(self.place())
+        return not self.kept.layout.fits(self.link.ranks)
 
     def reconnect(self) -> bool:
         """Connects; returns whether nothing but the connection is new, so that state that differs by rank stays exactly as it is."""
-        layout, place = self.kept.layout, self.place()
-        if layout.device != self.kept.device or not layout.place.same_world(place):
+        layout, ranks = self.kept.layout, self.link.ranks
+        if layout.device != self.kept.device or not layout.fits(ranks):
             return False
-        self.kept.move_to(layout.at(place))
+        self.kept.move_to(layout.at(ranks))
         self.connect()
         self.renew_reducer()
         return True
 
     def connect(self) -> None:
         """Connects, and compares plans."""
-        self.link.connect(self.kept.steps, self.kept.device, self.plan_description, self._first_weights)
+        layout, name_of = self.kept.layout, self.kept.name_of
+        self.link.connect(
+            self.kept.steps, layout.device, self.plan_description, lambda: layout.describe_weights(name_of)
+        )
+
+    def plan_description(self) -> list[str]:
+        """The plan in words, one fact per line: what all ranks must agree on."""
+        kept, left_out = self.kept, ("process_group", "kernels", "timeout", "_alone")
+        options = {k: v for k, v in vars(self.exchange).items() if k not in left_out}
+        options["bucket_mb"] = self.exchange.bucket_size(kept.device.type)
+        ranks = kept.layout.ranks
+        return [
+            f"algorithm {self.algorithm}",
+            f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node",
+            *[f"option {name}={value}" for name, value in {**options, **vars(self.rule.options)}.items()],
+            f"phase {kept.phase.value} after {kept.steps} steps",
+            *kept.layout.describe(kept.groups, kept.name_of),
+        ]
+
+    def release(self) -> None:
+        """Gives hooks, buffers and groups back; state stays."""
+        self.rule.keep_shown()
+        self.link.release()
+        self.early.remove_hooks()
+        self.early.forget()
+        self.kept.release_views()
+        if self.running is not None:
+            self.running.forget_gradients()
 
     def renew_reducer(self) -> None:
         """Averages densely what may be averaged from now on."""
         self.link.renew_reducer(self.kept.layout, self.rule.may_be_dense())
-
-    def plan_description(self) -> list[str]:
-        """The plan in words, one fact per line: what all ranks must agree on."""
-        ranks, layout = self.link.ranks, self.kept.layout
-        lines = [f"algorithm {self.algorithm}", f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node"]
-        left_out = ("process_group", "kernels", "timeout", "_alone")
-        options = {k: v for k, v in vars(self.exchange).items() if k not in left_out}
-        options["bucket_mb"] = self.exchange.bucket_size(self.kept.device.type)
-        lines += [f"option {name}={value}" for name, value in {**options, **vars(self.rule.options)}.items()]
-        lines.append(f"phase {self.kept.phase.value} after {self.kept.steps} steps")
-        for g, group in enumerate(self.kept.groups):
-            facts = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names"))
-            lines.append(f"group {g}: {len(group['params'])} parameters, {facts}")
-        for i in layout.known:
-            p = layout.params[i]
-            lines.append(
-                f"{self.kept.name_of(i)}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, group {layout.group_of[i]}"
-            )
-        return lines
-
-    def _first_weights(self) -> list[str]:
-        """What ranks that begin with equal weights agree on: DDP would broadcast rank 0's."""
-        layout = self.kept.layout
-        sums = bit_sums([layout.params[i] for i in layout.known])
-        return [
-            f"{self.kept.name_of(i)}: its bits add up to {total} (seed the ranks alike, or broadcast rank 0's weights)"
-            for i, total in zip(layout.known, sums, strict=True)
-        ]

@@ -47,7 +47,7 @@ class Late:
             kept.late[i] = kept.t[i], kept.t[i] + self.lessons(i)
             kept.give_own(i)
         self._rule.starts_late(indices)
-        if kept.layout.place.rank == 0:
+        if kept.layout.ranks.rank == 0:
             names = ", ".join(map(kept.name_of, indices[:_NAMED]))
             more = f" (and {len(indices) - _NAMED} others)" if len(indices) > _NAMED else ""
             log.warning(

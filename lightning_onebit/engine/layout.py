@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_not
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,47 +14,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_onebit.comm import Bucket, Plan, Topology, extended_plan, is_dense, plan_buckets
 from lightning_onebit.engine.options import ExchangeOptions
+from lightning_onebit.kernels.common import bit_sums
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Form: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...]]
-
-
-class Place(NamedTuple):
-    """Where a rank stands among those that train together: a ``Topology`` without its process groups, which outlives a connection."""
-
-    size: int
-    ranks_per_node: int
-    rank: int
-    alone_too: bool
-
-    @classmethod
-    def of(cls, ranks: Topology, exchange: ExchangeOptions) -> Place:
-        """The place of this rank."""
-        return cls(ranks.size, ranks.ranks_per_node, ranks.rank, exchange._alone)
-
-    @property
-    def compresses(self) -> bool:
-        """Whether there is anything to compress for: more than one rank."""
-        return self.size > 1 or self.alone_too
-
-    @property
-    def nodes(self) -> int:
-        """Number of nodes."""
-        return self.size // self.ranks_per_node
-
-    @property
-    def node(self) -> int:
-        """This rank's node."""
-        return self.rank // self.ranks_per_node
-
-    @property
-    def local_rank(self) -> int:
-        """Number of this rank within its node."""
-        return self.rank % self.ranks_per_node
-
-    def same_world(self, other: Place) -> bool:
-        """Whether blocks are dealt alike to the ranks of both."""
-        return self[:2] == other[:2]
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,7 +34,7 @@ class Layout:
         dense: parameters of ``compress=False`` groups.
         segments: how many slots have been dealt blocks together: at first, and each time others joined behind them.
         plan: blocks and buckets of the slots.
-        place: of this rank.
+        ranks: those that blocks are dealt to; without process groups, for it outlives a connection.
         device: where all parameters lie.
     """
 
@@ -82,7 +45,7 @@ class Layout:
     dense: list[int]
     segments: list[int]
     plan: Plan
-    place: Place
+    ranks: Topology
     device: torch.device
 
     def __post_init__(self) -> None:
@@ -93,7 +56,7 @@ class Layout:
     def deal(
         cls,
         groups: Sequence[Mapping[str, Any]],
-        place: Place,
+        ranks: Topology,
         exchange: ExchangeOptions,
         *,
         known: Sequence[int] = (),
@@ -105,7 +68,7 @@ class Layout:
 
         Args:
             groups: the optimizer's parameter groups.
-            place: of this rank.
+            ranks: those that train together.
             exchange: block and bucket size.
             known: parameters that take part, trainable now or not; those among them that are exchanged keep this order.
             newcomers: False leaves out trainable ones that are not known.
@@ -126,7 +89,7 @@ class Layout:
             return plan_buckets(
                 [params[i].numel() for i in indices],
                 block_size=exchange.block_size,
-                world_size=place.size,
+                world_size=ranks.size,
                 bucket_elements=int(exchange.bucket_size(device.type) * 2**20 / 4),
                 device=device,
             )
@@ -142,11 +105,15 @@ class Layout:
                 plan = extended_plan(plan, blocks_of(slots[first : first + count]))
                 first += count
         says = [group["compress"] for group in groups]
-        return cls(params, group_of, says, slots, dense, segments, plan, place, device)
+        return cls(params, group_of, says, slots, dense, segments, plan, _without_groups(ranks), device)
 
-    def at(self, place: Place) -> Layout:
-        """The same layout at another place of an equal world."""
-        return replace(self, place=place)
+    def fits(self, ranks: Topology) -> bool:
+        """Whether blocks are dealt alike to other ranks."""
+        return (self.ranks.size, self.ranks.ranks_per_node) == (ranks.size, ranks.ranks_per_node)
+
+    def at(self, ranks: Topology) -> Layout:
+        """The same layout among other ranks that it fits."""
+        return replace(self, ranks=_without_groups(ranks))
 
     # ----- parameters --------------------------------------------------------------------------------------------------
 
@@ -204,6 +171,23 @@ class Layout:
                     "make a new optimizer, which can load_state_dict() the state"
                 )
 
+    def describe(self, groups: Sequence[Mapping[str, Any]], name_of: Callable[[int], str]) -> Iterator[str]:
+        """Groups and parameters in words, one fact per line: what all ranks must agree on."""
+        for g, group in enumerate(groups):
+            facts = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names"))
+            yield f"group {g}: {len(group['params'])} parameters, {facts}"
+        for i in self.known:
+            p = self.params[i]
+            yield f"{name_of(i)}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, group {self.group_of[i]}"
+
+    def describe_weights(self, name_of: Callable[[int], str]) -> list[str]:
+        """What ranks that begin with equal weights agree on: DDP would broadcast rank 0's."""
+        sums = bit_sums([self.params[i] for i in self.known])
+        return [
+            f"{name_of(i)}: its bits add up to {total} (seed the ranks alike, or broadcast rank 0's weights)"
+            for i, total in zip(self.known, sums, strict=True)
+        ]
+
     # ----- where things lie --------------------------------------------------------------------------------------------
 
     @property
@@ -222,14 +206,18 @@ class Layout:
 
     def shard(self, bucket: Bucket) -> tuple[int, int]:
         """First and last (exclusive) block of a bucket that this rank compresses; all of them in the flat exchange."""
-        count = bucket.blocks // self.place.ranks_per_node
-        return self.place.local_rank * count, (self.place.local_rank + 1) * count
+        count = bucket.blocks // self.ranks.ranks_per_node
+        return self.ranks.local_rank * count, (self.ranks.local_rank + 1) * count
 
     def chunk(self, bucket: Bucket) -> tuple[int, int]:
         """First and last (exclusive) block of a bucket that this rank reduces as a server."""
-        place, count = self.place, bucket.blocks // self.place.size
-        chunk = place.local_rank * place.nodes + place.node
+        ranks, count = self.ranks, bucket.blocks // self.ranks.size
+        chunk = ranks.local_rank * ranks.nodes + ranks.node
         return chunk * count, (chunk + 1) * count
+
+
+def _without_groups(ranks: Topology) -> Topology:
+    return replace(ranks, group=None, intra_group=None, inter_group=None)
 
 
 def _form(p: Tensor) -> Form:

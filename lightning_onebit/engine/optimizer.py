@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import copy
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_onebit.comm import ByteLedger, Topology, torn_down_last
+from lightning_onebit.comm import ByteLedger, Topology
 from lightning_onebit.engine import state
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.engine import Engine
@@ -30,27 +26,9 @@ from lightning_onebit.engine.options import (
     refuse_ignored,
 )
 from lightning_onebit.engine.rule import Rule
-from lightning_onebit.engine.shown_state import ShownState
+from lightning_onebit.engine.shown_state import ShownAttribute, ShownState
 from lightning_onebit.engine.whole import signals_held
-
-_alive: weakref.WeakSet[OnebitOptimizer] = weakref.WeakSet()
-
-
-@atexit.register
-def _give_groups_back() -> None:
-    """Lets go of what the program has destroyed.
-
-    A program that destroys its process groups and ends may still have an optimizer, which keeps them and gloo's threads; one that
-    gives a tensor back after Python has ended aborts the process.
-    """
-    optimizers = list(_alive)
-    held = {group for optimizer in optimizers for group in optimizer._engine.link.groups()}
-    with torn_down_last(list(held)):
-        held.clear()
-        for optimizer in optimizers:
-            optimizer.release_communication()
-            optimizer.exchange = replace(optimizer.exchange, process_group=None)
-            optimizer._engine.link.forget_group(optimizer.exchange)
+from lightning_onebit.engine.wrapped import forward_methods, missing
 
 
 class OnebitOptimizer(torch.optim.Optimizer):
@@ -70,27 +48,17 @@ class OnebitOptimizer(torch.optim.Optimizer):
     local_steps: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Makes wrappers that imitate the class of the optimizer they hold forward its methods to it.
-
-        Lightning's and Fabric's wrappers inherit from the optimizer's class at run time, so ``wrapper.freeze()`` would
-        run on the wrapper and change the state of nothing.
-        """
+        """See ``wrapped``."""
         super().__init_subclass__(**kwargs)
-        wrapper = cls.__mro__[1]
-        if issubclass(wrapper, OnebitOptimizer) or not isinstance(getattr(wrapper, "optimizer", None), property):
-            return
-        for name in dir(cls):
-            if not name.startswith("_") and name not in vars(wrapper) and callable(getattr(cls, name)):
-                setattr(cls, name, _forwarded(name))
+        forward_methods(cls, OnebitOptimizer)
 
     def __init__(
         self, params: Any, defaults: dict[str, Any], options: Mapping[str, Any], exchange: ExchangeOptions | None
     ) -> None:
         self.options: Any = made_options(self.options_class, type(self).__name__, options)
-        self.exchange = exchange or ExchangeOptions()
-        refuse_contradictions(self.exchange, self.options, self.rule_class.fixed_exchange, type(self).__name__)
-        rule = self.rule_class(self.options, self.exchange)
-        self._engine = Engine(rule, self.exchange, self.algorithm, type(self).__name__)
+        exchange = exchange or ExchangeOptions()
+        refuse_contradictions(exchange, self.options, self.rule_class.fixed_exchange, type(self).__name__)
+        self._engine = Engine(self.rule_class(self.options, exchange), exchange, self.algorithm, type(self).__name__)
         self._engine.hyperparameters = tuple(defaults)
         # given the hold on signals that a step begins (by a strategy, which ends it between two batches)
         self._later: Callable[[signals_held], None] | None = None
@@ -98,9 +66,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._first_books: dict[str, Any] | None = None
         super().__init__(params, {**defaults, "compress": True})
         self._shown_state = ShownState(self)
-        _alive.add(self)
 
     # ----- what users see ---------------------------------------------------------------------------------------------
+
+    @property
+    def exchange(self) -> ExchangeOptions:
+        """How ranks exchange."""
+        return self._engine.exchange
 
     @property
     def ledger(self) -> ByteLedger:
@@ -110,7 +82,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
     @property
     def compresses(self) -> bool:
         """Whether there is anything to compress for: more than one rank."""
-        return self._engine.place().compresses
+        return self._engine.compresses
 
     @property
     def topology(self) -> Topology:
@@ -203,21 +175,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: already frozen, or no step has been taken yet (the second moments are still zero).
         """
-        name = type(self).__name__
-        if self._engine.rule.first_phase is not Phase.WARMUP:
-            raise RuntimeError(f"{name}.freeze(): {name} has no warm-up to end; it compresses from the first step")
-        if self.phase is not Phase.WARMUP:
-            raise RuntimeError(f"{name}.freeze(): already in phase {self.phase.value!r}; freeze only once")
-        if self.steps == 0:
-            raise RuntimeError(
-                f"{name}.freeze() before the first step: the second moments are still zero; take dense steps first"
-            )
-        if self.freeze_step is not None and self.steps < self.freeze_step:
-            raise RuntimeError(
-                f"{name}.freeze() at step {self.steps}, but freeze_step={self.freeze_step} was given; use one or the other"
-            )
-        with self._engine.changing("freeze()"):
-            self._engine.freeze()
+        self._engine.freeze()
         self._shown_state.renew()
 
     @torch.inference_mode(False)  # as in freeze()
@@ -235,23 +193,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             RuntimeError: not frozen, no dense warm-up to go back to (0/1 Adam, BinSGDM), a ``freeze_step`` was given (it would
                 freeze again at once), or an exchange is under way (``overlap="backward"``, after a backward).
         """
-        name = type(self).__name__
-        if not self._engine.rule.has_dense_warm_up:
-            raise RuntimeError(
-                f"{name}.thaw(): {name} has no dense warm-up to go back to; use OnebitAdam or OnebitLamb where that is wanted"
-            )
-        if self.freeze_step is not None:
-            raise RuntimeError(
-                f"{name}.thaw(): freeze_step={self.freeze_step} would freeze it again at once; leave freeze_step out and call freeze()"
-            )
-        if self.phase is Phase.WARMUP:
-            raise RuntimeError(
-                f"{name}.thaw(): already in phase {self.phase.value!r}; only a frozen optimizer can be thawed"
-            )
-        if self._engine.early.open:
-            raise RuntimeError(f"{name}.thaw(): an exchange is under way; call it between step() and the next backward")
-        with self._engine.changing("thaw()"):
-            self._engine.enter(Phase.WARMUP)
+        self._engine.thaw()
         self._shown_state.renew()
 
     @torch.inference_mode(False)  # as in freeze()
@@ -278,24 +220,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._shown_state.forget()
         self.synchronise()
         if params is not None:
-            self._reset_some(list(params))
+            self._engine.start_over(list(params))
             return
-        known = self._engine.kept.layout.known if self._engine.kept.laid_out else []
-        books = {"known": known, "skipped": self._engine.skipped, "ledger": self.ledger.as_dict()}
-        masters = {
-            i: {"step": torch.zeros(()), "master": self._engine.rule.shared_master(i)}
-            for i in self._engine.kept.masters
-        }
-        first = copy.deepcopy(self._first_books or state.books(self))
-        self.load_state_dict(
-            {"state": masters, "param_groups": state.packed_groups(self), "onebit": {**first, **books}}
-        )
-
-    def _reset_some(self, params: list[Tensor]) -> None:
-        places = {id(p): i for i, p in enumerate(p for group in self.param_groups for p in group["params"])}
-        if any(id(p) not in places for p in params):
-            raise ValueError("reset_state(): one of the tensors given is not a parameter of this optimizer")
-        self._engine.start_over([places[id(p)] for p in params])
+        state.start_over(self)
 
     # ----- other ranks ------------------------------------------------------------------------------------------------
 
@@ -350,13 +277,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def release_communication(self) -> None:
         """Gives hooks, buffers and groups back (they are not destroyed). State stays; the next step connects anew."""
-        self._engine.rule.keep_shown()
-        self._engine.link.release()
-        self._engine.early.remove_hooks()
-        self._engine.early.forget()
-        self._engine.kept.release_views()
-        if self._engine.running is not None:
-            self._engine.running.forget_gradients()
+        self._engine.release()
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether ``flag`` is set on any rank. Collective: one control round, which the ledger counts as such."""
@@ -399,18 +320,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """
         self.check_whole()
         self._shown_state.renew()
-        if not self.local_steps:
-            return
-        self.prepare()
-        self.show_local()
-        if not self.mid_local:
-            return
-        step = self._engine.new_step()
-        if self._engine.running is not None:
-            self._engine.running.verdict, step.grad_scale = None, self._engine.running.grad_scale
-        with self._engine.changing("synchronise()"):
-            self._engine.rule.synchronise(step)
-            self.ledger.settle()
+        if self.local_steps:
+            self.prepare()
+            self.show_local()
+            self._engine.synchronise()
 
     # ----- gradients --------------------------------------------------------------------------------------------------
 
@@ -423,16 +336,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             sync: False for a micro-batch whose gradients are only accumulated.
         """
         self.prepare()
-        step = self._engine.begin()
-        step.forget_gradients()
-        self._engine.early.disarm()  # gradients that only accumulate must not leave
-        reducer = self._engine.link.reducer
-        if sync and self._engine.sends_early and not step.dense:
-            # dense groups are averaged after it: two kinds of collectives that gradients set off would come in an order of each rank's own
-            self._engine.early.arm(step)
-        elif reducer is not None and sync and any(p.requires_grad for p in reducer.params):
-            step.select_lanes()
-            reducer.arm()
+        self._engine.begin_backward(sync)
 
     @torch.no_grad()
     def sync_gradients(self) -> None:
@@ -478,19 +382,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
             The norm before clipping, fp32, 0-d.
         """
         check_number("max_norm", max_norm, above=0)
-        self._refuse_norm("clip_grad_norm_()")
-        self.sync_gradients()
-        if self.options.max_grad_norm is not None:
-            raise ValueError(
-                f"clip_grad_norm_(): the optimizer clips already (max_grad_norm={self.options.max_grad_norm}); give one of the two"
-            )
-        norm = self.global_norm(clips=True)
-        factor = max_norm / (norm + 1e-6)
-        if factor < 1.0:
-            grads = [p.grad for p in self._engine.kept.layout.params if p.grad is not None]
-            if grads:
-                torch._foreach_mul_(grads, factor)
-        return torch.tensor(norm, dtype=torch.float32)
+        self._engine.refuse_norm("clip_grad_norm_()")
+        self.prepare()
+        return torch.tensor(self._engine.clip(max_norm), dtype=torch.float32)
 
     def grad_norm(self) -> Tensor:
         """The norm by which ``clip_grad_norm_()`` clips, alike on all ranks; nothing is clipped. A collective in a compressed step.
@@ -506,37 +400,18 @@ class OnebitOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def global_norm(self, *, clips: bool = False) -> float:
         """``grad_norm()`` in full precision; ``clips``: the caller clips gradients by it now, so the step does not do it again."""
-        self._refuse_norm("grad_norm()")
-        self.sync_gradients()
-        step = self._engine.running
-        assert step is not None
-        if step.verdict is None:
-            step.verdict, step.clipped = step.judge(norm=True), False
-        step.clipped = step.clipped or clips
-        return step.verdict.norm
+        self._engine.refuse_norm("grad_norm()")
+        self.prepare()
+        return self._engine.global_norm(clips=clips)
 
     @property
     def gradients_clipped(self) -> bool:
         """Whether the gradients of the next step have been clipped by their global norm."""
         return self._engine.running is not None and self._engine.running.clipped
 
-    def _refuse_norm(self, what: str) -> None:
-        if self.exchange.overlap == "backward":
-            raise ValueError(
-                f"{what}: the norm needs all gradients, but overlap='backward' sends them as they come; use overlap='step'"
-            )
-
     def check_clipping_by_value(self, clip_value: float) -> None:
-        """Raises where gradients are clipped by value after they have been sent.
-
-        Raises:
-            ValueError: ``overlap="backward"``.
-        """
-        if self.exchange.overlap == "backward":
-            raise ValueError(
-                f"clipping by value (to {clip_value}) has no effect with overlap='backward', which sends gradients as they come, before "
-                "anything can clip them; use overlap='step'"
-            )
+        """Raises ``ValueError`` where gradients would be clipped by value after they have been sent (``overlap="backward"``)."""
+        self._engine.refuse_clipping_by_value(clip_value)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See ``torch.optim.Optimizer.zero_grad``."""
@@ -596,13 +471,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             FloatingPointError: with this one 100 steps in a row have been skipped.
             RuntimeError: gradients are under way compressed (``overlap="backward"``), and residuals have changed with them.
         """
-        if self._engine.early.open:
-            raise RuntimeError(
-                f"skip_step() in place of step {self.steps + 1}: overlap='backward' sends gradients in backward, and what has been sent "
-                "cannot be skipped; use overlap='step'"
-            )
-        self._engine.link.finish_reduction()
-        self._engine.skip(self.next_step_is_dense)
+        self._engine.skip_step()
 
     def abandon_step(self) -> None:
         """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
@@ -654,37 +523,14 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     # ----- checkpoints ------------------------------------------------------------------------------------------------
 
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        """Per parameter ``step``, ``exp_avg`` and ``exp_avg_sq``, as ``torch.optim.AdamW`` has them, to be read.
-
-        Values are copies. Writing raises: at once, or in the next step where a copy has been written to. `reset_state` starts
-        moments over, `load_state_dict` sets them.
-        """
-        shown = self.__dict__.get("_shown_state")
-        # torch's own while it makes the optimizer, and of copies
-        return vars(self).setdefault("state", {}) if shown is None else shown
-
-    @state.setter
-    def state(self, state: Any) -> None:
-        shown = self.__dict__.get("_shown_state")
-        if shown is None:
-            vars(self)["state"] = state
-        else:
-            shown.replace(state)
+    state: Any = ShownAttribute()
+    """Per parameter ``step``, ``exp_avg`` and ``exp_avg_sq``, as ``torch.optim.AdamW`` has them, to be read; see ``shown_state``."""
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """Says what a copy is: copying or pickling a module that holds an optimizer takes its groups along, and nothing else."""
-            text = f"{type(self).__name__!r} object has no attribute {name!r}"
-            if "param_groups" in self.__dict__ and "options" not in self.__dict__ and not name.startswith("__"):
-                text = (
-                    f"this {type(self).__name__} was copied or unpickled and can do nothing: the original is tied to its parameters "
-                    "and to other ranks; make a new optimizer for the other parameters, and let it load_state_dict() the original's "
-                    "state_dict()"
-                )
-            raise AttributeError(text)
+            """Says what a copy is."""
+            raise AttributeError(missing(self, name))
 
     def check_whole(self, *, weights_only: bool = False) -> None:
         """Raises where weights and state are not those of one step, so that they must not be saved.
@@ -710,14 +556,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             TornStep: the last step did not end, or one has begun (``overlap="backward"``, between backward and ``step()``).
         """
         self.check_whole()
-        for before in self._optimizer_state_dict_pre_hooks.values():
-            before(self)
-        packed = self._engine.rule.compacted(state.packed(self))
-        for after in self._optimizer_state_dict_post_hooks.values():
-            replaced = after(self, packed)
-            if replaced is not None:
-                packed = replaced
-        return packed
+        return state.save(self)
 
     @torch.inference_mode(False)  # what is laid out here is changed by steps to come
     @torch.no_grad()
@@ -732,14 +571,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             ValueError: groups or shapes do not match, an option of a group is out of range, another algorithm's state, or a newer
                 version of the format; nothing has changed then.
         """
-        state_dict = state_dict.copy()  # hooks may edit it
-        for before in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = before(self, state_dict)
-            if replaced is not None:
-                state_dict = replaced
-        state.unpack(self, state.expanded(state_dict))
-        for after in self._optimizer_load_state_dict_post_hooks.values():
-            after(self)
+        state.load(self, state_dict)
 
     def residual_state_dict(self) -> dict[str, Any]:
         """What differs by rank, and its layout: residuals (fp32 flats over this rank's blocks) and other local state.
@@ -765,10 +597,3 @@ class OnebitOptimizer(torch.optim.Optimizer):
                 the message names what differs.
         """
         state.load_rank_state(self, state_of_rank)
-
-
-def _forwarded(name: str) -> Callable[..., Any]:
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.optimizer, name)(*args, **kwargs)
-
-    return method

@@ -132,8 +132,6 @@ class Rule:
         """What else than group and step count the numbers of a parameter depend on."""
         return None
 
-    kinds_differ: ClassVar[bool] = False
-
     # ----- phases ------------------------------------------------------------------------------------------------------
 
     def freezes(self) -> None:

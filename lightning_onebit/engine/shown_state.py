@@ -184,6 +184,28 @@ class ShownState(MutableMapping[Tensor, Any]):
         return counts[index] if index < len(counts) else 0
 
 
+class ShownAttribute:
+    """``optimizer.state``: per parameter ``step``, ``exp_avg`` and ``exp_avg_sq``, as ``torch.optim.AdamW`` has them, to be read.
+
+    Values are copies. Writing raises: at once, or in the next step where a copy has been written to. `reset_state` starts
+    moments over, `load_state_dict` sets them.
+    """
+
+    def __get__(self, optimizer: OnebitOptimizer | None, _: Any = None) -> Any:
+        if optimizer is None:
+            return self
+        shown = vars(optimizer).get("_shown_state")
+        # torch's own while it makes the optimizer, and of copies
+        return vars(optimizer).setdefault("state", {}) if shown is None else shown
+
+    def __set__(self, optimizer: OnebitOptimizer, state: Any) -> None:
+        shown = vars(optimizer).get("_shown_state")
+        if shown is None:
+            vars(optimizer)["state"] = state
+        else:
+            shown.replace(state)
+
+
 class Entry(dict[str, Any]):
     """State of one parameter; a dict of the program's own where nobody shows it (a copy, or what ``apply_to_collection`` makes of one)."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -19,8 +20,6 @@ from lightning_onebit.engine.redistribute import remedy
 
 if TYPE_CHECKING:
     from lightning_onebit.engine.optimizer import OnebitOptimizer
-
-__all__ = ["books", "expanded", "load_rank_state", "packed", "packed_groups", "rank_state", "shown", "unpack"]
 
 log = logging.getLogger("lightning_onebit")
 
@@ -54,6 +53,18 @@ def _without_hooks(optimizer: torch.optim.Optimizer, *names: str) -> Iterator[No
 
 
 # ----- saving ---------------------------------------------------------------------------------------------------------
+
+
+def save(optimizer: OnebitOptimizer) -> dict[str, Any]:
+    """See ``OnebitOptimizer.state_dict()``; hooks are told."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    state = optimizer._engine.rule.compacted(packed(optimizer))
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        replaced = after(optimizer, state)
+        if replaced is not None:
+            state = replaced
+    return state
 
 
 def packed_groups(optimizer: OnebitOptimizer) -> list[dict[str, Any]]:
@@ -238,6 +249,28 @@ def _parameters(optimizer: OnebitOptimizer) -> list[torch.nn.Parameter]:
 # ----- loading --------------------------------------------------------------------------------------------------------
 
 
+def load(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
+    """See ``OnebitOptimizer.load_state_dict()``; hooks are told."""
+    state_dict = state_dict.copy()  # hooks may edit it
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = before(optimizer, state_dict)
+        if replaced is not None:
+            state_dict = replaced
+    unpack(optimizer, expanded(state_dict))
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
+def start_over(optimizer: OnebitOptimizer) -> None:
+    """Loads the state of before the first step; masters, the ledger and the count of skipped steps go on."""
+    arenas = optimizer._engine.kept
+    known = arenas.layout.known if arenas.laid_out else []
+    kept = {"known": known, "skipped": optimizer._engine.skipped, "ledger": optimizer.ledger.as_dict()}
+    masters = {i: {"step": torch.zeros(()), "master": optimizer._engine.rule.shared_master(i)} for i in arenas.masters}
+    first = copy.deepcopy(optimizer._first_books or books(optimizer))
+    optimizer.load_state_dict({"state": masters, "param_groups": packed_groups(optimizer), "onebit": {**first, **kept}})
+
+
 @torch.no_grad()
 def unpack(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
     """``load_state_dict()``, of which no hook is told."""
@@ -340,16 +373,16 @@ def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
     arenas = optimizer._engine.kept
     layout = arenas.layout if arenas.laid_out else None
     # what the state is cut for, which outlives the connection
-    place = layout.place if layout is not None else optimizer._engine.place()
+    ranks = layout.ranks if layout is not None else optimizer.topology
     slots = [layout.params[i] for i in layout.slots] if layout is not None else []
     segments = layout.segments if layout is not None else []
     return {
         "version": STATE_VERSION,
         "algorithm": optimizer.algorithm,
         "steps": arenas.steps,
-        "world_size": place.size,
-        "ranks_per_node": place.ranks_per_node,
-        "rank": place.rank,
+        "world_size": ranks.size,
+        "ranks_per_node": ranks.ranks_per_node,
+        "rank": ranks.rank,
         "block_size": optimizer.exchange.block_size,
         "numels": [p.numel() for p in slots],
         # blocks of those who joined after the freeze lie behind the others'

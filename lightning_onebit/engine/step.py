@@ -102,7 +102,7 @@ class Part:
     def __getitem__(self, name: str) -> Tensor:
         bucket, kept = self.blocks, self.step.kept
         if kept.sharded:  # they hold these blocks and no others
-            start = bucket.first_block * bucket.block_size // kept.layout.place.ranks_per_node
+            start = bucket.first_block * bucket.block_size // kept.layout.ranks.ranks_per_node
             return kept.flat[name][start : start + (self.hi - self.lo) * bucket.block_size]
         return self.whole(name)[self.lo * bucket.block_size : self.hi * bucket.block_size]
 
@@ -368,7 +368,7 @@ class Step:
         if self._kinds is None:
             kept, rule = self.kept, self.rule
             group_of, t = kept.layout.group_of, kept.t
-            kinds = [(group_of[i], t[i], rule.kind(i) if rule.kinds_differ else None) for i in kept.layout.slots]
+            kinds = [(group_of[i], t[i], rule.kind(i)) for i in kept.layout.slots]
             examples = dict(zip(kinds, kept.layout.slots, strict=True))
             place = {kind: k for k, kind in enumerate(examples)}
             self._kinds = [self.facts(i) for i in examples.values()], [place[kind] for kind in kinds]
