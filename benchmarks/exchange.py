@@ -33,7 +33,7 @@ def worker(sizes: list[int], repeats: int, tensors: int, out: Path) -> None:
     import torch
     import torch.distributed as dist
 
-    from lightning_onebit.optim import OnebitAdam
+    from lightning_onebit.algorithms import OnebitAdam
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")

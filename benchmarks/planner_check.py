@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
+from lightning_onebit.algorithms.schedules import IntervalPolicy, replay_schedule
 from lightning_onebit.planner import ADAMW_BYTES, Cluster, Job, fit_compute, plot, predict
 
 ROOT = Path(__file__).parents[1]

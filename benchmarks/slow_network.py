@@ -120,7 +120,8 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
         return make_step(model, loss, freeze_step=2)
     nothing: Callable[[], dict[str, Any]] = dict
     if name.startswith("onebit"):
-        from lightning_onebit.optim import ExchangeOptions, OnebitAdam
+        from lightning_onebit.algorithms import OnebitAdam
+        from lightning_onebit.engine import ExchangeOptions
 
         overlap: Any = "backward" if name == "onebit_backward" else "step"
         exchange = ExchangeOptions(bucket_mb=setting.bucket_mb, overlap=overlap)
@@ -165,7 +166,8 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
 
         return onebit_step, told
     if name.startswith("zero_one"):
-        from lightning_onebit.optim import ExchangeOptions, LocalSteps, ZeroOneAdam
+        from lightning_onebit.algorithms import LocalSteps, ZeroOneAdam
+        from lightning_onebit.engine import ExchangeOptions
 
         gap = _cycle(name)
         sent: list[tuple[int, bool]] = []
@@ -234,7 +236,8 @@ def _local_seconds(model: Any, setting: Setting) -> list[float]:
     import torch.distributed as dist
     from _common import echo_group
 
-    from lightning_onebit.optim import ExchangeOptions, OnebitAdam
+    from lightning_onebit.algorithms import OnebitAdam
+    from lightning_onebit.engine import ExchangeOptions
 
     exchange = ExchangeOptions(bucket_mb=setting.bucket_mb, process_group=echo_group(dist.get_world_size()))
     alone = OnebitAdam(model.parameters(), 1e-4, freeze_step=1, exchange=exchange)

@@ -37,7 +37,8 @@ def local(
     """The compressed step of a transformer of about ``3.15 M * layers`` parameters, in one process."""
     import torch
 
-    from lightning_onebit.optim import ExchangeOptions, OnebitAdam, OnebitLamb
+    from lightning_onebit.algorithms import OnebitAdam, OnebitLamb
+    from lightning_onebit.engine import ExchangeOptions
 
     optimizer_class: Any = {"onebit_adam": OnebitAdam, "onebit_lamb": OnebitLamb}[algorithm]
     torch.set_num_threads(threads)

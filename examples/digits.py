@@ -67,7 +67,9 @@ def main(arguments: list[str] | None = None) -> None:
     options = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    options.add_argument("--strategy", default="onebit_adam", help="ddp, onebit_adam, onebit_lamb, zero_one_adam, binsgdm")
+    options.add_argument(
+        "--strategy", default="onebit_adam", help="ddp, onebit_adam, onebit_lamb, zero_one_adam, binsgdm"
+    )
     options.add_argument("--accelerator", default="cpu", help="Lightning accelerator")
     options.add_argument("--devices", type=int, default=2, help="processes")
     options.add_argument("--epochs", type=int, default=20, help="passes over the data")

@@ -28,8 +28,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
+from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.ddp import onebit_ddp
-from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
+from lightning_onebit.engine import OnebitOptimizer
 
 
 def make_optimizer(algorithm: str, model: nn.Module, warm_up: int) -> OnebitOptimizer:

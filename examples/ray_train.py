@@ -47,7 +47,9 @@ def train(options: dict[str, Any]) -> None:
     ray.train.report({name: float(value) for name, value in found.items()})
     if trainer.is_global_zero:
         ratio = float(found["onebit/total_ratio"])
-        print(f"validation accuracy {100 * found['val_accuracy']:.1f} %, {ratio:.1f}x fewer bytes than dense all-reduces")
+        print(
+            f"validation accuracy {100 * found['val_accuracy']:.1f} %, {ratio:.1f}x fewer bytes than dense all-reduces"
+        )
 
 
 def main() -> None:

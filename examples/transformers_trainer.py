@@ -55,7 +55,11 @@ def train(chosen: argparse.Namespace, folder: str) -> None:
     )
     options: dict[str, Any] = {"lr": chosen.lr, "weight_decay": 0.01, "freeze_step": max(1, chosen.steps // 5)}
     trainer = Trainer(
-        model, arguments, train_dataset=training, eval_dataset=validation, optimizer_cls_and_kwargs=(OnebitAdam, options)
+        model,
+        arguments,
+        train_dataset=training,
+        eval_dataset=validation,
+        optimizer_cls_and_kwargs=(OnebitAdam, options),
     )
     onebit_trainer(trainer)  # the one line that is not in every such program
     trainer.train(resume_from_checkpoint=chosen.resume)

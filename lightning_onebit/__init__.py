@@ -12,20 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_onebit import _trees  # first: it remembers which Lightning tree was loaded before this package
+from lightning_onebit.algorithms import BinSGDM, LambCoefficients, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, Phase, TornStep
 from lightning_onebit.migration import Migration, from_deepspeed_config
-from lightning_onebit.optim import (
-    BinSGDM,
-    ExchangeOptions,
-    LambCoefficients,
-    LocalSteps,
-    OnebitAdam,
-    OnebitLamb,
-    OnebitOptimizer,
-    Phase,
-    TornStep,
-    ZeroOneAdam,
-)
 from lightning_onebit.registry import available_strategies
 
 if TYPE_CHECKING:

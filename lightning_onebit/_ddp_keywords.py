@@ -12,7 +12,7 @@ from dataclasses import fields
 from typing import Any
 
 from lightning_onebit._say import rank_zero_info
-from lightning_onebit.optim import ExchangeOptions
+from lightning_onebit.engine import ExchangeOptions
 from lightning_onebit.registry import ALGORITHMS
 
 #: keywords that ask for nothing that is missing here -> why

@@ -28,9 +28,9 @@ import torch.distributed as dist
 
 from lightning_onebit._console import Outcome, Parser, add_json, execute, fill, format_figure
 from lightning_onebit.comm import disconnect, torn_down_last
+from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.engine.options import LONGEST_WAIT, check_integer, check_number
 from lightning_onebit.kernels import BACKENDS
-from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.options import LONGEST_WAIT, check_integer, check_number
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 DEFAULT_SIZES = (250_000, 1_000_000, 4_000_000, 16_000_000)

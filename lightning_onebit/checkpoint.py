@@ -34,8 +34,8 @@ from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-
 from torch import Tensor
 
 from lightning_onebit.comm import Transport
-from lightning_onebit.optim import OnebitOptimizer, Phase
-from lightning_onebit.optim.redistribute import Redistribution
+from lightning_onebit.engine import OnebitOptimizer, Phase
+from lightning_onebit.engine.redistribute import Redistribution
 
 log = logging.getLogger("lightning_onebit")
 
@@ -69,7 +69,7 @@ class GoodCheckpoints:
     def tell(self, optimizers: Iterable[OnebitOptimizer]) -> None:
         """Lets optimizers name the newest one when they refuse to be saved."""
         for optimizer in optimizers:
-            optimizer._whole.checkpoint = self._paths[-1] if self._paths else None
+            optimizer._engine.whole.checkpoint = self._paths[-1] if self._paths else None
 
 
 class ShardError(RuntimeError):

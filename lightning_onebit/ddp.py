@@ -36,8 +36,8 @@ from lightning_onebit.checkpoint import (
     shard_ids,
 )
 from lightning_onebit.comm import ByteLedger, Topology, Transport, ring_bytes, share_values
+from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.kernels.common import bit_sums
-from lightning_onebit.optim import OnebitOptimizer
 
 log = logging.getLogger("lightning_onebit")
 
@@ -163,9 +163,9 @@ def _check(wrapped: DistributedDataParallel, optimizer: OnebitOptimizer) -> None
                     f"onebit_ddp(): {kind} trains {names[id(p)]}, which DistributedDataParallel was told to ignore; leave it out of one "
                     "of the two"
                 )
-    if optimizer._topology is None and optimizer.exchange.process_group is None:
+    if not optimizer.configured and optimizer.exchange.process_group is None:
         return  # joins DDP's ranks
-    ranks = optimizer._topology.group if optimizer._topology is not None else optimizer.exchange.process_group
+    ranks = optimizer.topology.group if optimizer.configured else optimizer.exchange.process_group
     mine = dist.get_process_group_ranks(ranks if isinstance(ranks, dist.ProcessGroup) else dist.group.WORLD)
     theirs = dist.get_process_group_ranks(wrapped.process_group)
     if mine != theirs:
@@ -177,13 +177,13 @@ def _check(wrapped: DistributedDataParallel, optimizer: OnebitOptimizer) -> None
 
 def _connect(wrapped: DistributedDataParallel, optimizer: OnebitOptimizer, names: dict[Any, str]) -> None:
     """Gives an optimizer DDP's ranks, unless it has its own, and names for messages."""
-    if optimizer._topology is None:
+    if not optimizer.configured:
         group = optimizer.exchange.process_group or wrapped.process_group
         optimizer.configure_communication(
             group, timeout=timedelta(seconds=optimizer.exchange.timeout), parameter_names=names
         )
     else:
-        optimizer._names = names
+        optimizer.name_parameters(names)
 
 
 class _Hook:
@@ -248,8 +248,8 @@ class _Hook:
 
     def _before_forward(self) -> None:
         for optimizer in self._alive():
-            if optimizer.trains and optimizer._transport is None:
-                optimizer._prepare()  # not in backward, where another thread would compare the ranks' plans
+            if optimizer.trains and not optimizer.connected:
+                optimizer.prepare()  # not in backward, where another thread would compare the ranks' plans
             optimizer.show_local()
 
     def begin(self) -> None:
@@ -294,7 +294,7 @@ class _Hook:
                 log.warning(
                     "%s became trainable after the model was wrapped in DistributedDataParallel, which does not average it: the optimizer "
                     "averages all gradients of dense steps once more; wrap the model again",
-                    optimizer._names.get(late[0]) or f"a parameter of shape {tuple(late[0].shape)}",
+                    optimizer.parameter_names.get(late[0]) or f"a parameter of shape {tuple(late[0].shape)}",
                 )
         self._dense, self._owners = [], {}
         if self._watches and self._local:
@@ -312,7 +312,7 @@ class _Hook:
 
     def _look_for_clipping(self, optimizer: OnebitOptimizer) -> None:
         """Warns once where something has written to the local gradients of a compressed step."""
-        if self._witness is None or optimizer.next_step_is_dense or optimizer._clipped:
+        if self._witness is None or optimizer.next_step_is_dense or optimizer.gradients_clipped:
             return
         witness, version = self._witness
         p, self._witness = witness(), None
@@ -436,10 +436,7 @@ def clip_grad_norm_(
                 "two (transformers: TrainingArguments(max_grad_norm=0))"
             )
         owned |= {id(p) for p in mine}
-        optimizer.grad_norm()
-        assert optimizer._verdict is not None
-        squares += optimizer._verdict.norm**2
-        optimizer._clipped = clips
+        squares += optimizer.global_norm(clips=clips) ** 2
     others = [p.grad for key, p in given.items() if key not in owned and p.grad is not None]
     if others:
         squares += float(torch.stack([torch.linalg.vector_norm(g).float() for g in others]).square().sum())
@@ -527,7 +524,7 @@ def load_residuals(folder: str | os.PathLike[str], *optimizers: torch.optim.Opti
 
 def _warn_without_residuals(optimizer: OnebitOptimizer) -> None:
     """Says that a state was loaded without its residuals: in the first step after it all of them are zero."""
-    if optimizer in _restored or optimizer.steps == 0 or not restarted([optimizer]) or optimizer._ranks().rank:
+    if optimizer in _restored or optimizer.steps == 0 or not restarted([optimizer]) or optimizer.topology.rank:
         return
     if not any(bool(tensor.any()) for tensor in optimizer.residual_state_dict()["tensors"].values()):
         log.warning(
@@ -542,7 +539,7 @@ def _everyone(optimizers: Sequence[OnebitOptimizer]) -> Transport:
     """The ranks of the optimizers, for small rounds that neither training nor its accounts know of."""
     if not optimizers:
         raise ValueError("no optimizer was given")
-    topology = optimizers[0]._ranks()
+    topology = optimizers[0].topology
     return Transport(
         Topology.create(topology.group), ByteLedger(), timedelta(seconds=optimizers[0].exchange.timeout), "checkpoint"
     )

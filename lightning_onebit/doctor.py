@@ -22,10 +22,10 @@ import torch.distributed as dist
 
 from lightning_onebit import __version__, _trees
 from lightning_onebit._console import Outcome, Parser, add_json, execute, fill
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import disconnect
+from lightning_onebit.engine.options import LONGEST_WAIT, check_number
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
-from lightning_onebit.optim import OnebitAdam
-from lightning_onebit.optim.options import LONGEST_WAIT, check_number
 from lightning_onebit.registry import available_strategies
 
 _PACKAGES = ("lightning", "pytorch-lightning", "torch", "torchmetrics", "numpy", "matplotlib", "jsonargparse")

@@ -52,8 +52,8 @@ from lightning_onebit.comm import (
     share_values,
     torn_down_last,
 )
-from lightning_onebit.optim import OnebitOptimizer, Phase
-from lightning_onebit.optim.options import check_choice, check_integer
+from lightning_onebit.engine import OnebitOptimizer, Phase
+from lightning_onebit.engine.options import check_choice, check_integer
 from lightning_onebit.registry import Algorithm, find_algorithm, register
 from lightning_onebit.strategy import (
     _BROADCAST_BYTES,
@@ -329,8 +329,8 @@ class FabricMixin(_Base):
             handshake(self._everyone("release"), description, self.root_device, "optimizer to release")
         served = self._served.pop(number)
         if isinstance(optimizer, OnebitOptimizer):
-            if optimizer._session is not None:  # what backward has sent comes in before the group goes
-                optimizer._abandon_step()
+            if optimizer.exchanging:  # what backward has sent comes in before the group goes
+                optimizer.abandon_step()
             optimizer.show_consensus()
             optimizer.release_communication()
             self._released.add(optimizer)

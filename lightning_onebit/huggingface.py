@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit import ddp
-from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.engine import OnebitOptimizer
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from lightning_onebit import _trees
-from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.options import check_integer, check_number
+from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.engine.options import check_integer, check_number
 
 #: ``optimizer.type``, in lower case as DeepSpeed compares it
 _TYPES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}

@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning_onebit._choices import Overlap, choices
 from lightning_onebit._console import fill, format_figure
+from lightning_onebit.algorithms.schedules import IntervalPolicy, VariancePolicy, replay_schedule
 from lightning_onebit.comm import (
     Collective,
     control_payload_bytes,
@@ -21,8 +22,7 @@ from lightning_onebit.comm import (
     peer_bytes,
     ring_bytes,
 )
-from lightning_onebit.optim.options import LARGEST_BUCKET_MB, check_choice, check_integer, check_number
-from lightning_onebit.optim.policies import IntervalPolicy, VariancePolicy, replay_schedule
+from lightning_onebit.engine.options import LARGEST_BUCKET_MB, check_choice, check_integer, check_number
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
 
 #: what one can do without this library, by the bytes of a gradient element on the wire

@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_onebit.optim import BinSGDM, ExchangeOptions, OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
-from lightning_onebit.optim.options import as_parameters
+from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
+from lightning_onebit.engine.options import as_parameters
 
 #: suffix of a strategy name -> start method, as Lightning names its own strategies
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}

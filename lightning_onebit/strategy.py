@@ -51,11 +51,11 @@ from lightning_onebit.comm import (
     handshake,
     torn_down_last,
 )
-from lightning_onebit.optim import ExchangeOptions, OnebitOptimizer, Phase
-from lightning_onebit.optim.arena import TRAINABLE_DTYPES
-from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
-from lightning_onebit.optim.options import check_choice, check_integer
-from lightning_onebit.optim.torn import signals_held
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, Phase
+from lightning_onebit.engine.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
+from lightning_onebit.engine.layout import TRAINABLE_DTYPES
+from lightning_onebit.engine.options import check_choice, check_integer
+from lightning_onebit.engine.whole import signals_held
 from lightning_onebit.registry import (
     Algorithm,
     check_options,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from harness import grouped
 
-from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.algorithms import OnebitAdam
 
 
 def documented_metrics() -> set[str]:

@@ -14,16 +14,9 @@ from harness import grouped, run_ranks
 from test_optim_adam import SMALL, Run, equal, joined, whole_state
 from torch import Tensor
 
+from lightning_onebit.algorithms import BinSGDM, LambCoefficients, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
-from lightning_onebit.optim import (
-    BinSGDM,
-    LambCoefficients,
-    LocalSteps,
-    OnebitAdam,
-    OnebitLamb,
-    OnebitOptimizer,
-    ZeroOneAdam,
-)
+from lightning_onebit.engine import OnebitOptimizer
 
 __all__ = ["SMALL", "Problem", "equal", "joined", "whole_state"]
 

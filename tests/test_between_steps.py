@@ -17,17 +17,10 @@ from harness import grouped
 from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.comm import PlanMismatch, SimulatedWorld
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, TornStep
 from lightning_onebit.kernels.transfer import Download
-from lightning_onebit.optim import (
-    ExchangeOptions,
-    LocalSteps,
-    OnebitAdam,
-    OnebitLamb,
-    OnebitOptimizer,
-    TornStep,
-    ZeroOneAdam,
-)
 
 STEPS = 12
 
@@ -275,7 +268,7 @@ def test_landing_hooks_that_are_made_anew_leave_nothing_behind() -> None:
 
 def test_importing_the_optimizers_does_not_import_a_compiler() -> None:
     look = "print('torch._dynamo' in sys.modules)"
-    program = f"import sys, torch\n{look}\nimport lightning_onebit.optim\n{look}"
+    program = f"import sys, torch\n{look}\nimport lightning_onebit.engine\n{look}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     before, after = done.stdout.split()
     assert after == before

@@ -17,13 +17,14 @@ from harness import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.freeze import (
     LearningRateWatch,
     VarianceFreezeMixin,
     bytes_of_steps,
 )
 from lightning_onebit.comm import CollectiveFailure, PlanMismatch, SimulatedGroup, SimulatedWorld
-from lightning_onebit.optim import ExchangeOptions, OnebitAdam, Phase
+from lightning_onebit.engine import ExchangeOptions, Phase
 
 
 @pytest.fixture

@@ -12,12 +12,13 @@ import torch
 from fake_trainer import FakeModule, FakeTrainer, documented_metrics, onebit_adam
 from harness import run_ranks
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.stats import (
     CompressionStatsMixin,
     format_bytes,
     format_ratio,
 )
-from lightning_onebit.optim import ExchangeOptions, OnebitAdam
+from lightning_onebit.engine import ExchangeOptions
 
 
 def _train(callback: Any, optimizers: list[Any], steps: int, *, freeze_after: int = 2, trainer: Any = None) -> Any:

@@ -14,7 +14,8 @@ import torch
 from lightning_onebit import _choices
 from lightning_onebit._choices import AlgorithmName, choices
 from lightning_onebit._trees import installed_trees
-from lightning_onebit.optim import ExchangeOptions, LocalSteps
+from lightning_onebit.algorithms import LocalSteps
+from lightning_onebit.engine import ExchangeOptions
 from lightning_onebit.registry import ALGORITHMS
 
 OPTIMIZERS = [algorithm.optimizer for algorithm in ALGORITHMS.values()]

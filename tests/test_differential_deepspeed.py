@@ -18,8 +18,8 @@ import torch
 from harness import grouped, run_ranks
 from optim_support import CLASSES, in_the_oracles_letters
 
-from lightning_onebit.optim import LambCoefficients, LocalSteps
-from lightning_onebit.optim.policies import make_sync_policy, replay_schedule
+from lightning_onebit.algorithms import LambCoefficients, LocalSteps
+from lightning_onebit.algorithms.schedules import make_sync_policy, replay_schedule
 
 DATA = Path(__file__).parent / "data"
 RECORDED = json.loads((DATA / "deepspeed_0_19_6.json").read_text())

@@ -28,10 +28,11 @@ from test_resume import (
 )
 from test_resume import listing as files
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.consistency import ReplicaMismatch
 from lightning_onebit.checkpoint import Stamp, read_shard
+from lightning_onebit.engine import ExchangeOptions, engine
 from lightning_onebit.kernels import Packed
-from lightning_onebit.optim import ExchangeOptions, OnebitAdam, base
 
 ALGORITHM = "onebit_adam"  # four dense steps, then compressed ones
 
@@ -304,7 +305,7 @@ def test_a_loss_that_is_not_finite_on_one_rank_skips_the_step_on_all(bad: float)
 
 def hopeless_rank(rank: int, world: int) -> tuple[str, int]:
     pl = enter(rank)
-    base.MOST_SKIPS = 3  # in this process alone
+    engine.MOST_SKIPS = 3  # in this process alone
 
     def step(module: Any, batch: Any, batch_idx: int) -> Any:
         loss = training_step(module, batch, batch_idx)

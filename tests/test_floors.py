@@ -109,9 +109,9 @@ class Refuse:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Refuse())
 import torch
-from lightning_onebit.optim import ExchangeOptions, OnebitAdam
+from lightning_onebit.algorithms import OnebitAdam
 x = torch.nn.Parameter(torch.ones(5))
-optimizer = OnebitAdam([x], lr=0.1, freeze_step=1, exchange=ExchangeOptions(_alone=True))
+optimizer = OnebitAdam([x], lr=0.1, freeze_step=1, force_compression=True)
 for _ in range(2):
     x.grad = torch.ones(5)
     optimizer.step()

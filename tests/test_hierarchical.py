@@ -14,9 +14,10 @@ import torch.distributed as dist
 from harness import run_ranks
 from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_world, snapshot, sure, train
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import CollectiveFailure, Topology, plan_buckets
 from lightning_onebit.comm.exchange import mean_in_order
-from lightning_onebit.optim import ExchangeOptions, OnebitAdam
+from lightning_onebit.engine import ExchangeOptions
 
 ALGORITHMS = list(CLASSES)
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))

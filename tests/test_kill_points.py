@@ -123,7 +123,9 @@ def campaign(rank: int, world: int, folder: str, seeds: range) -> dict[str, Any]
         draws = random.Random(seed)
         algorithm, how = draws.choice(list(OPTIONS)), draws.choice([*SIGNALS, "time-out"])
         where = (
-            "time-out" if how == "time-out" else draws.choice(["lightning_onebit/optim", "lightning_onebit/optim", ""])
+            "time-out"
+            if how == "time-out"
+            else draws.choice(["lightning_onebit/engine", "lightning_onebit/algorithms", ""])
         )
         if algorithm not in undisturbed:
             there = Path(folder, algorithm)

@@ -12,9 +12,10 @@ from harness import grouped
 from optim_support import CLASSES, equal, snapshot, whole_state
 from torch import Tensor
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.optim import ExchangeOptions, LocalSteps, OnebitAdam
-from lightning_onebit.optim.redistribute import Redistribution
+from lightning_onebit.engine import ExchangeOptions
+from lightning_onebit.engine.redistribute import Redistribution
 
 # how it had no gradient before: None, exact zeros, requires_grad=False, or it was no parameter of the optimizer
 WAYS = ("missing", "zero", "frozen", "added")

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from harness import counting, grouped, run_ranks
 from torch import Tensor
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import PlanMismatch, StepRecord, plan_buckets
 from lightning_onebit.comm.transport import Pending
+from lightning_onebit.engine import ExchangeOptions, Phase, engine
+from lightning_onebit.engine.compact import expanded
 from lightning_onebit.kernels.transfer import Download
-from lightning_onebit.optim import ExchangeOptions, OnebitAdam, Phase, base
-from lightning_onebit.optim.compact import expanded
 
 SHAPES = ((64, 33), (7,), (0,), (1,), (3, 2049), (4097,))
 
@@ -655,7 +656,7 @@ def test_nan_on_one_rank_skips_the_step_on_all_and_changes_nothing() -> None:
 def skips_worker(rank: int, world: int, phase: str) -> Any:
     p = torch.nn.Parameter(torch.ones(100))
     optimizer = OnebitAdam([p])
-    base.MOST_SKIPS = 3  # in this process alone
+    engine.MOST_SKIPS = 3  # in this process alone
     bad_steps = 0
 
     def step(bad: bool) -> None:

@@ -34,12 +34,13 @@ from optim_support import (
 )
 from torch import Tensor
 
+from lightning_onebit.algorithms import LocalSteps, moments, zero_one_adam
+from lightning_onebit.algorithms.updates import reciprocal_denominator_
+from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import SimulatedWorld
+from lightning_onebit.engine import ExchangeOptions, engine
+from lightning_onebit.engine.redistribute import Redistribution
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
-from lightning_onebit.optim import ExchangeOptions, LocalSteps, base, moments, zero_one_adam
-from lightning_onebit.optim.redistribute import Redistribution
-from lightning_onebit.optim.rules import reciprocal_denominator_
-from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 ALGORITHMS = list(CLASSES)
 ADAM_LIKE = ALGORITHMS[:3]
@@ -1189,7 +1190,7 @@ def skipping_worker(group: Any, rank: int, world: int, algorithm: str) -> tuple[
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_skips_in_a_row_are_counted_across_a_checkpoint(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
-    monkeypatch.setattr(base, "MOST_SKIPS", 4)
+    monkeypatch.setattr(engine, "MOST_SKIPS", 4)
     for more, said in run_world(skipping_worker, 2, algorithm):
         assert more == 2 and "4 steps in a row were skipped" in said and "the run has diverged" in said
 

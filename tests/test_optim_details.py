@@ -13,10 +13,11 @@ import torch.distributed as dist
 from harness import grouped, run_ranks
 from optim_support import equal, run_world
 
+from lightning_onebit.algorithms import BinSGDM, LocalSteps, OnebitAdam, OnebitLamb
+from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.comm.transport import Pending
-from lightning_onebit.optim import BinSGDM, ExchangeOptions, LocalSteps, OnebitAdam, OnebitLamb, Phase, base
-from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
+from lightning_onebit.engine import ExchangeOptions, Phase, engine
 
 OPTIONS: Any = {
     "lr": 0.01,
@@ -357,7 +358,7 @@ def _skips(group: Any, rank: int, world: int, overlap: str) -> int:
 
 
 def test_skips_are_counted_in_a_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(base, "MOST_SKIPS", 2)
+    monkeypatch.setattr(engine, "MOST_SKIPS", 2)
     assert run_world(_skips, 2, "step") == run_world(_skips, 2, "backward") == [4, 4]
 
 

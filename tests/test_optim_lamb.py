@@ -13,7 +13,8 @@ import torch
 from harness import grouped
 from optim_support import SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train, whole_state
 
-from lightning_onebit.optim import ExchangeOptions, LambCoefficients, OnebitLamb
+from lightning_onebit.algorithms import LambCoefficients, OnebitLamb
+from lightning_onebit.engine import ExchangeOptions
 
 #: the trust ratio meets both of its clips and moves between them; its correction meets both of its bounds and its speed limit
 OPTIONS: dict[str, Any] = {

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import lightning_onebit as ob
-from lightning_onebit.optim import AdamOptions, BinSGDMOptions, LambOptions, Options, ZeroOneAdamOptions
+from lightning_onebit.algorithms import AdamOptions, BinSGDMOptions, LambOptions, ZeroOneAdamOptions
+from lightning_onebit.engine import Options
 from lightning_onebit.registry import ALGORITHMS
 
 OPTIMIZERS = [algorithm.optimizer for algorithm in ALGORITHMS.values()]

@@ -26,7 +26,7 @@ from packaging.version import Version
 
 import lightning_onebit as ob
 from lightning_onebit._ddp_keywords import DDP_KEYWORDS
-from lightning_onebit.optim.options import as_parameters
+from lightning_onebit.engine.options import as_parameters
 from lightning_onebit.registry import ALGORITHMS
 from lightning_onebit.strategy import OnebitMixin
 

@@ -23,7 +23,7 @@ from lightning_support import (
 )
 from test_resume import OPTIONS
 
-from lightning_onebit.optim import ExchangeOptions, base
+from lightning_onebit.engine import ExchangeOptions, engine
 
 STEPS = 12
 # in the warm-up and compressed; between local steps of 0/1 Adam
@@ -160,7 +160,7 @@ def test_residuals_are_in_units_of_gradients_whatever_the_loss_scale() -> None:
 
 def storm_rank(rank: int, world: int, freeze_step: int) -> dict[str, Any]:
     pl = enter(rank)
-    base.MOST_SKIPS = 5  # in this process alone
+    engine.MOST_SKIPS = 5  # in this process alone
     strategy = strategy_class()("onebit_adam", freeze_step=freeze_step)
     found = fit(pl, strategy, tuple(range(3, 100)), {"init_scale": 2.0**10}, max_steps=50)
     return {"error": found["error"], "batches": len(found["after"])}

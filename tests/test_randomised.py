@@ -20,8 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_support import CLASSES, equal, snapshot
 
+from lightning_onebit.algorithms import LocalSteps, zero_one_adam
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.optim import LocalSteps, OnebitOptimizer, Phase, zero_one_adam
+from lightning_onebit.engine import OnebitOptimizer, Phase
 
 STEPS = 12
 SHAPES = ((), (1,), (0,), (31,), (33,), (64,), (5, 9), (3, 0), (2, 3, 11), (130,))

@@ -9,9 +9,10 @@ import torch
 from harness import grouped
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam, ZeroOneAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.comm.ranges import begin
-from lightning_onebit.optim import ExchangeOptions, LocalSteps, OnebitAdam, OnebitOptimizer, ZeroOneAdam
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
 
 
 def ranges(make: type[OnebitOptimizer], **options: object) -> list[set[str]]:

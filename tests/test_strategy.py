@@ -38,9 +38,9 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import lightning_onebit as ob
 from lightning_onebit import registry
 from lightning_onebit._ddp_keywords import DDP_KEYWORDS
+from lightning_onebit.algorithms import AdamOptions
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.optim import AdamOptions
-from lightning_onebit.optim.options import takes
+from lightning_onebit.engine.options import takes
 from lightning_onebit.registry import ALGORITHMS, Algorithm, available_strategies, find_algorithm
 from lightning_onebit.strategy import _Run
 

@@ -16,9 +16,10 @@ from harness import grouped, run_ranks
 from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam, ZeroOneAdam
 from lightning_onebit.comm import PlanMismatch
-from lightning_onebit.optim import ExchangeOptions, LocalSteps, OnebitAdam, OnebitOptimizer, Phase, ZeroOneAdam
-from lightning_onebit.optim.masters import Comparison
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, Phase
+from lightning_onebit.engine.masters import Comparison
 
 STEPS = 12
 
@@ -345,7 +346,7 @@ def test_copies_of_an_optimizer_have_no_state_and_torch_describes_it_as_ever() -
 
 
 def test_a_plain_optimizer_in_whose_place_another_trains_shows_its_state() -> None:
-    from lightning_onebit.optim.convert import convert_adam, stand_down, stand_in
+    from lightning_onebit.engine.convert import convert_adam, stand_down, stand_in
 
     params = small()
     plain = torch.optim.AdamW(params)

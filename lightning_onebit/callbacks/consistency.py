@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_onebit._names import shown_as
 from lightning_onebit.callbacks._common import OnebitCallback, everyone
 from lightning_onebit.comm import Transport, handshake, share_values
-from lightning_onebit.optim.options import check_integer
+from lightning_onebit.engine.options import check_integer
 
 # Elements hashed at once: the 64-bit temporaries stay at a few megabytes, whatever the size of the parameter.
 CHUNK = 1 << 20

@@ -16,8 +16,8 @@ from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.callbacks._common import WatchingCallback, misconfiguration, named_optimizers
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.comm import control_payload_bytes, exchange_collectives, peer_bytes, plan_buckets, ring_bytes
-from lightning_onebit.optim import Phase
-from lightning_onebit.optim.options import check_integer
+from lightning_onebit.engine import Phase
+from lightning_onebit.engine.options import check_integer
 
 # shares of the planned steps between which the automatic rule freezes where nobody has chosen others
 EARLIEST, LATEST = 0.1, 0.2

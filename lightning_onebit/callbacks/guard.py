@@ -11,10 +11,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
+from lightning_onebit.algorithms import OnebitAdam, OnebitLamb
 from lightning_onebit.callbacks._common import OnebitCallback, everyone, misconfiguration, named_optimizers
 from lightning_onebit.comm import Transport, share_values
-from lightning_onebit.optim import OnebitAdam, OnebitLamb, Phase
-from lightning_onebit.optim.options import check_integer, check_number
+from lightning_onebit.engine import Phase
+from lightning_onebit.engine.options import check_integer, check_number
 
 
 @shown_as("DivergenceGuard")

@@ -15,8 +15,8 @@ from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks._common import OnebitCallback, named_optimizers
 from lightning_onebit.comm import ByteLedger
-from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.options import check_integer, check_number
+from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.engine.options import check_integer, check_number
 from lightning_onebit.planner import format_bits, format_seconds
 from lightning_onebit.registry import find_algorithm
 

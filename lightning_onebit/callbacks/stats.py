@@ -14,8 +14,8 @@ from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit.callbacks._common import WatchingCallback, everyone, misconfiguration, named_optimizers
 from lightning_onebit.comm import StepRecord, Transport, share_values
+from lightning_onebit.engine.options import check_flag, check_integer
 from lightning_onebit.metrics import SignAgreement
-from lightning_onebit.optim.options import check_flag, check_integer
 
 # So many columns of the table fit a terminal.
 OPTIMIZERS_ABREAST = 4

@@ -153,18 +153,6 @@ def fp32_zeros_like(r: Tensor) -> Tensor:
     return torch.zeros_like(r, dtype=torch.float32)
 
 
-def precondition_(m: Tensor, r: Tensor) -> None:
-    """``m = m*r`` in place: a momentum in the units of the step that it makes (fp32 1-D, r: reciprocal denominators, fp32 or bf16)."""
-    m.mul_(r)
-
-
-def unprecondition_(m: Tensor, r: Tensor) -> None:
-    """The inverse of ``precondition_`` in place, to rounding; 0 where r is 0."""
-    for start in range(0, m.numel(), _CHUNK):
-        piece, factor = m[start : start + _CHUNK], r[start : start + _CHUNK]
-        piece.copy_(torch.where(factor > 0, piece / factor, torch.zeros_like(piece)))
-
-
 def floor_second_moment_(v: Tensor, *, phi: float) -> None:
     """``v = vd`` in place (see ``reciprocal_denominator_``); a tensor without any non-zero element stays zero."""
     w, floor = second_moment_floor(v, phi)

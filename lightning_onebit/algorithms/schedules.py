@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 from lightning_onebit._choices import GapRule, choices
-from lightning_onebit.optim.options import check_choice, check_integer
+from lightning_onebit.engine.options import check_choice, check_integer
 
 #: refreshes after which the gap to the next doubles, as published; none counts for more than one part in as many of a second moment, and
 #: after the freeze no more than one step in as many is one
@@ -131,8 +131,15 @@ class VariancePolicy:
         self.asked, self.refreshes = state["asked"], state["refreshes"]
 
 
-class SyncPolicy(Protocol):
-    """Steps ``T_u`` at which ranks synchronise after the variance freeze.
+@dataclass
+class SyncPolicy:
+    """Steps ``T_u`` at which ranks synchronise after the variance freeze; subclasses say how long the gap may grow.
+
+    Attributes:
+        clipper: largest gap (``LocalSteps.max_gap``).
+        frozen_at: last step before the local steps.
+        frozen_lr: learning rate then.
+        since: steps since the last synchronisation.
 
     Example:
         >>> policy, synchronised = IntervalPolicy(clipper=4, scaler=3), []
@@ -146,71 +153,38 @@ class SyncPolicy(Protocol):
         [11, 12, 13, 15, 19, 23]
     """
 
-    since: int
-    """Steps since the last synchronisation."""
-
-    def gap(self, step: int, lr: float) -> int:
-        """Gap that holds at ``step``."""
-        ...
-
-    def start(self, step: int, lr: float) -> None:
-        """Says that the variance froze after ``step``, at learning rate ``lr``."""
-        ...
-
-    def due(self, step: int, lr: float) -> bool:
-        """Whether ``step`` synchronises."""
-        ...
-
-    def record(self, synchronised: bool) -> None:
-        """Says that a step was made."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``."""
-        ...
-
-
-@dataclass
-class _SyncBase:
-    """Steps since the last synchronisation; subclasses say how long the gap may grow.
-
-    Attributes:
-        clipper: largest gap (``LocalSteps.max_gap``).
-        frozen_at: last step before the local steps.
-        frozen_lr: learning rate then.
-        since: steps since the last synchronisation.
-    """
-
     clipper: int = 16
     frozen_at: int = 0
     frozen_lr: float = 0.0
     since: int = 0
 
     def gap(self, step: int, lr: float) -> int:
-        raise AssertionError("abstract")
+        """Gap that holds at ``step``."""
+        raise NotImplementedError
 
     def start(self, step: int, lr: float) -> None:
+        """Says that the variance froze after ``step``, at learning rate ``lr``."""
         self.frozen_at, self.frozen_lr, self.since = step, lr, 0
 
     def due(self, step: int, lr: float) -> bool:
+        """Whether ``step`` synchronises."""
         return self.since + 1 >= self.gap(step, lr)
 
     def record(self, synchronised: bool) -> None:
+        """Says that a step was made."""
         self.since = 0 if synchronised else self.since + 1
 
     def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
         return {"frozen_at": self.frozen_at, "frozen_lr": self.frozen_lr, "since": self.since}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``."""
         self.frozen_at, self.frozen_lr, self.since = state["frozen_at"], state["frozen_lr"], state["since"]
 
 
 @dataclass
-class IntervalPolicy(_SyncBase):
+class IntervalPolicy(SyncPolicy):
     """``gap(t) = min(clipper, 2**floor((t - frozen_at - 1) / scaler))``.
 
     Attributes:
@@ -232,7 +206,7 @@ class IntervalPolicy(_SyncBase):
 
 
 @dataclass
-class LearningRatePolicy(_SyncBase):
+class LearningRatePolicy(SyncPolicy):
     """The gap doubles each time lr has halved since the freeze: ``gap = min(clipper, 2**floor(log2(frozen_lr / lr)))``, at least 1.
 
     Example:
@@ -282,7 +256,7 @@ class LocalSteps:
 LOCAL_STEPS = LocalSteps()
 
 
-def make_sync_policy(local_steps: LocalSteps) -> _SyncBase:
+def make_sync_policy(local_steps: LocalSteps) -> SyncPolicy:
     """The synchronisation policy that ``local_steps`` describes.
 
     Example:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from lightning_onebit.comm import Bucket
+from lightning_onebit.algorithms.moments import decay
+from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshOptions
+from lightning_onebit.algorithms.schedules import VariancePolicy
+from lightning_onebit.engine.optimizer import OnebitOptimizer
+from lightning_onebit.engine.options import ExchangeOptions, takes
+from lightning_onebit.engine.rule import Rule
+from lightning_onebit.engine.step import Part, Step
 from lightning_onebit.kernels import Packed
-from lightning_onebit.optim.options import ExchangeOptions, made_exchange, takes
-from lightning_onebit.optim.refresh import CompressingAdam, RefreshOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +20,33 @@ class AdamOptions(RefreshOptions):
     """Options of 1-bit Adam; see ``RefreshOptions`` and ``MomentOptions``."""
 
 
+class Adam(RefreshedMoments):
+    """The rule of ``OnebitAdam``: warm-up, freeze and what is sent are ``FrozenMoments``', refreshes are ``RefreshedMoments``'."""
+
+    def take(self, s: Part, u: Packed) -> None:
+        """``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
+        r = None if self.preconditioned else s["r"]
+        s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
+
+    def wants_dense(self) -> bool:
+        """The warm-up and refreshes."""
+        return super().wants_dense() or self.refresh_due()
+
+    def may_be_dense(self) -> bool:
+        return super().may_be_dense() or self.refreshes
+
+    def step_dense(self, step: Step, active: list[int]) -> None:
+        """A refresh of what is exchanged, if it is one, and a dense update of the rest."""
+        planned: set[int] = set()
+        if self.kept.compresses and self.refresh_due():
+            planned = self.kept.layout.slot_of.keys() - self.kept.late.keys()
+            # even where no parameter has a gradient in this step: its turn is over then
+            self.refresh(step, [i for i in active if i in planned])
+        step.update([i for i in active if i not in planned])
+
+
 @takes(AdamOptions)
-class OnebitAdam(CompressingAdam):
+class OnebitAdam(OnebitOptimizer):
     r"""1-bit Adam: Adam with a frozen second moment and one-bit, error-compensated momentum.
 
     For ``t <= freeze_step`` (warm-up) gradients are averaged densely and the step is that of ``torch.optim.AdamW``.
@@ -33,7 +62,7 @@ class OnebitAdam(CompressingAdam):
 
     Source: "1-bit Adam", arXiv 2102.02888, algorithm 1; this library's differences are listed in docs/differences.
 
-    ``.grad`` holds the local gradient; ``step()`` does all communication it owes. Do not wrap the module in
+    ``.grad`` holds the local gradient; ``step()`` does all communication that is pending. Do not wrap the module in
     DistributedDataParallel. Weight decay is decoupled, as in AdamW. Parameters may be fp32, bf16 or fp16 (fp32 master
     weights are kept for the latter two); all state is fp32.
 
@@ -58,6 +87,7 @@ class OnebitAdam(CompressingAdam):
     """
 
     algorithm = "onebit_adam"
+    rule_class: ClassVar[type[Rule]] = Adam
 
     def __init__(
         self,
@@ -70,11 +100,12 @@ class OnebitAdam(CompressingAdam):
         exchange: ExchangeOptions | None = None,
         **options: Any,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        super().__init__(params, defaults, self._given(options), made_exchange(exchange))
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
+        )
 
-    def _apply(self, bucket: Bucket, packed: Packed) -> None:
-        decay = self._by_block("decay", bucket, self._decay)
-        alpha = self._by_block("alpha", bucket, lambda i: self._group(i)["lr"] / self._first_correction(i))
-        r = None if self._preconditioned else bucket.slice(self._flat["r"])
-        self._kernels.apply_adam(bucket, self._bind_weights(bucket), packed, r, decay, alpha)
+    @property
+    def variance_policy(self) -> VariancePolicy:
+        """When second moments are refreshed."""
+        policy: VariancePolicy = self._engine.rule.variance_policy  # type: ignore[attr-defined]
+        return policy

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor
 
+from lightning_onebit.engine import state
+
 if TYPE_CHECKING:
-    from lightning_onebit.optim.state import StatefulOptimizer
+    from lightning_onebit.engine.optimizer import OnebitOptimizer
 
 _MISSING: Any = object()
 
@@ -23,7 +25,7 @@ class ShownState(MutableMapping[Tensor, Any]):
     is noticed by the next step.
     """
 
-    def __init__(self, optimizer: StatefulOptimizer) -> None:
+    def __init__(self, optimizer: OnebitOptimizer) -> None:
         self._of = weakref.ref(optimizer)
         self._places: dict[int, int] = {}  # indices of parameters, by id
         self._entries: dict[int, Entry] = {}
@@ -100,7 +102,7 @@ class ShownState(MutableMapping[Tensor, Any]):
         entry = self._entries.get(index)
         if entry is None:
             with torch.inference_mode(False), torch.no_grad():
-                copies = self._optimizer._shown(index) if self._count(index) else {}
+                copies = state.shown(self._optimizer, index) if self._count(index) else {}
             name = (
                 f"optimizer.state[{self._optimizer.name_of(index)}]"
                 if copies
@@ -114,7 +116,7 @@ class ShownState(MutableMapping[Tensor, Any]):
         return (param for index, param in enumerate(self._params()) if self._count(index))
 
     def __len__(self) -> int:
-        return sum(steps > 0 for steps in self._optimizer._t)
+        return sum(steps > 0 for steps in self._optimizer._engine.kept.t)
 
     def __bool__(self) -> bool:
         """True, before the first step too: ``torch.distributed.checkpoint`` makes one, on zeros, where there is no state."""
@@ -163,7 +165,7 @@ class ShownState(MutableMapping[Tensor, Any]):
     # ----- where things are --------------------------------------------------------------------------------------------
 
     @property
-    def _optimizer(self) -> StatefulOptimizer:
+    def _optimizer(self) -> OnebitOptimizer:
         optimizer = self._of()
         if optimizer is None:
             raise RuntimeError("the optimizer whose state this was is gone")
@@ -178,8 +180,30 @@ class ShownState(MutableMapping[Tensor, Any]):
         return self._places.get(id(param))
 
     def _count(self, index: int) -> int:
-        counts = self._optimizer._t
+        counts = self._optimizer._engine.kept.t
         return counts[index] if index < len(counts) else 0
+
+
+class ShownAttribute:
+    """``optimizer.state``: per parameter ``step``, ``exp_avg`` and ``exp_avg_sq``, as ``torch.optim.AdamW`` has them, to be read.
+
+    Values are copies. Writing raises: at once, or in the next step where a copy has been written to. `reset_state` starts
+    moments over, `load_state_dict` sets them.
+    """
+
+    def __get__(self, optimizer: OnebitOptimizer | None, _: Any = None) -> Any:
+        if optimizer is None:
+            return self
+        shown = vars(optimizer).get("_shown_state")
+        # torch's own while it makes the optimizer, and of copies
+        return vars(optimizer).setdefault("state", {}) if shown is None else shown
+
+    def __set__(self, optimizer: OnebitOptimizer, state: Any) -> None:
+        shown = vars(optimizer).get("_shown_state")
+        if shown is None:
+            vars(optimizer)["state"] = state
+        else:
+            shown.replace(state)
 
 
 class Entry(dict[str, Any]):

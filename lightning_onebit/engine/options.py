@@ -126,6 +126,18 @@ def refuse_ignored(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], 
             )
 
 
+def check_group(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+    """Validates what a parameter group says; arguments as of ``refuse_ignored``."""
+    check_number("lr", group["lr"], least=0)
+    check_number("weight_decay", group["weight_decay"], least=0)
+    check_flag("compress", group["compress"])
+    refuse_ignored(group, kind, own, fixed)
+    if "betas" in group and "betas" in own:
+        check_betas(group["betas"])
+    if "eps" in group and "eps" in own:
+        check_number("eps", group["eps"], least=0)
+
+
 def _is_group(value: Any) -> bool:
     return isinstance(value, SimulatedGroup) or (dist.is_available() and isinstance(value, dist.ProcessGroup))
 
@@ -283,3 +295,17 @@ def made_options(kind: type[Options], optimizer: str, given: Mapping[str, Any]) 
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise TypeError(f"{optimizer}() got an unexpected keyword argument {name}={value!r}{hint}")
     return kind(**given)
+
+
+def refuse_contradictions(exchange: ExchangeOptions, options: Options, fixed: Mapping[str, Any], kind: str) -> None:
+    """Refuses options of the exchange that contradict the algorithm (``fixed``: those with one possible value), or its options."""
+    for option, only in fixed.items():
+        if (value := getattr(exchange, option)) != only:
+            raise ValueError(
+                f"{option}={value!r} of the exchange cannot take effect in {kind}; leave it out ({only!r})"
+            )
+    if exchange.overlap == "backward" and options.max_grad_norm is not None:
+        raise ValueError(
+            f"max_grad_norm={options.max_grad_norm} needs all gradients before the first is sent, overlap='backward' sends them "
+            "as they come; use overlap='step' or leave max_grad_norm out"
+        )

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
-from lightning_onebit.optim.base import OnebitOptimizer
-from lightning_onebit.optim.options import UNSUPPORTED
+from lightning_onebit.engine.optimizer import OnebitOptimizer
+from lightning_onebit.engine.options import UNSUPPORTED
 
 # Options that only choose among torch's implementations of the same rule, and how Adam writes "this is AdamW".
 _IRRELEVANT = ("foreach", "fused", "decoupled_weight_decay")

@@ -1,0 +1,317 @@
+"""1-bit LAMB."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptions, beta1
+from lightning_onebit.algorithms.updates import dense_lamb_, floor_second_moment_
+from lightning_onebit.comm import Plan, memory_order
+from lightning_onebit.engine.arenas import Phase
+from lightning_onebit.engine.optimizer import OnebitOptimizer
+from lightning_onebit.engine.options import ExchangeOptions, check_number, takes
+from lightning_onebit.engine.rule import Rule, Saved
+from lightning_onebit.engine.state import load_flat
+from lightning_onebit.engine.step import Facts, Group, Part, Step
+from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.transfer import upload
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambCoefficients:
+    """How the frozen trust ratios of 1-bit LAMB are averaged and corrected; defaults as published.
+
+    Attributes:
+        beta: decay of the average of trust ratios that freezes, in ``[0, 1)``.
+        factor_min: lower clip of the correction f, >= 0, at most ``factor_max``.
+        factor_max: upper clip of the correction f, > 0.
+        threshold: how much f may change in one step, relative, >= 0.
+    """
+
+    beta: float = 0.9
+    factor_min: float = 0.5
+    factor_max: float = 4.0
+    threshold: float = 0.1
+
+    def __post_init__(self) -> None:
+        """Checks every coefficient."""
+        check_number("beta", self.beta, least=0, below=1)
+        check_number("factor_max", self.factor_max, above=0)
+        check_number("factor_min", self.factor_min, least=0, most=self.factor_max)
+        check_number("threshold", self.threshold, least=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LambOptions(MomentOptions):
+    """Options of 1-bit LAMB.
+
+    Attributes:
+        trust_clip: ``(low, high)``, between which trust ratios are clipped, ``0 <= low <= high``, ``high > 0``.
+        coefficients: how trust ratios are averaged and corrected.
+        freeze_step: see ``MomentOptions``.
+        bias_correction: see ``MomentOptions``.
+        denominator_floor: see ``MomentOptions``.
+        max_grad_norm: see ``Options``.
+    """
+
+    trust_clip: tuple[float, float] = (0.01, 10.0)
+    coefficients: LambCoefficients = LambCoefficients()
+
+    def __post_init__(self) -> None:
+        """Checks every option."""
+        super().__post_init__()
+        if not isinstance(self.trust_clip, (tuple, list)) or len(self.trust_clip) != 2:
+            raise TypeError(f"trust_clip={self.trust_clip!r} must be a pair of numbers (low, high)")
+        low, high = self.trust_clip
+        check_number("trust_clip[1]", high, above=0)
+        check_number("trust_clip[0]", low, least=0, most=high)
+        if not isinstance(self.coefficients, LambCoefficients):
+            raise TypeError(
+                f"coefficients={self.coefficients!r} must be a LambCoefficients, not {type(self.coefficients).__name__}"
+            )
+
+
+# numbers of a parameter in a step, for tables
+
+
+def _unshare(p: Facts) -> float:
+    return float(1.0 / (1.0 - p["betas"][0]))
+
+
+def _beta2(p: Facts) -> float:
+    return float(p["betas"][1])
+
+
+def _new_share2(p: Facts) -> float:
+    return float(1.0 - p["betas"][1])
+
+
+def _eps(p: Facts) -> float:
+    return float(p["eps"])
+
+
+def _wd(p: Facts) -> float:
+    return float(p["weight_decay"])
+
+
+def _decays(p: Facts) -> bool:
+    return bool(p["weight_decay"] > 0)
+
+
+def _lr(p: Facts) -> float:
+    return float(p["lr"])
+
+
+class Lamb(FrozenMoments):
+    """The rule of ``OnebitLamb``. Numbers of each tensor: c_avg, r (the last f) and c of the last step."""
+
+    arenas: ClassVar[dict[str, str]] = {**FrozenMoments.arenas, "fresh": "exp_avg_sq_fresh"}
+    numbers: ClassVar[dict[str, float]] = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
+    needs_old_momentum: ClassVar[bool] = True
+
+    def __init__(self, options: LambOptions, exchange: ExchangeOptions) -> None:
+        # of a plan: runs of blocks (of a slot each, or padding), and where the runs of all slots are among them
+        self._runs: tuple[Plan, Tensor, Tensor] | None = None
+        super().__init__(options, exchange)
+
+    def kind(self, index: int) -> Hashable:
+        """See the base: the updates that second moments had before they froze."""
+        return self.updates.get(index)
+
+    # ----- warm-up -----------------------------------------------------------------------------------------------------
+
+    def dense(self, s: Group) -> None:
+        """LAMB: ``u = mhat/(sqrt(vhat) + eps) + wd x ; c = clip(||x||/||u||) ; x -= lr c u``, and c_avg learns c."""
+        c = dense_lamb_(
+            *(s.x, s.g, s["m"], s["v"], [t + 1 for t in s.t]),
+            lr=s.of["lr"],
+            betas=s.of["betas"],
+            eps=s.of["eps"],
+            weight_decay=s.of["weight_decay"],
+            bias_correction=self.options.bias_correction,
+            clip=self.options.trust_clip,
+            norms=self.kept.kernels.norms,
+        )
+        index, beta, numbers = upload(s.indices, self.kept.device), self.options.coefficients.beta, self.kept.numbers
+        average = numbers["coeff_average"][index]
+        numbers["coeff_average"][index] = torch.where(c != 1, beta * average + (1 - beta) * c, average)
+        numbers["last_coeff"][index] = c
+
+    def enter_compressed(self) -> None:
+        """See the base; the second moments as they froze, floor applied, are where the fresh ones start."""
+        fresh = self.kept.flat["v"].clone()
+        self.floor(fresh)
+        super().enter_compressed()
+        self.kept.flat["fresh"] = fresh
+        self._default_ratios([i for i in self.kept.layout.slots if i not in self.kept.late])
+
+    def leave_compressed(self) -> None:
+        super().leave_compressed()
+        self.kept.flat.pop("fresh", None)
+
+    def _default_ratios(self, indices: Sequence[int]) -> None:
+        """c_avg is 1 where every trust ratio so far was exactly 1, or there was none."""
+        average, index = self.kept.numbers["coeff_average"], upload(indices, self.kept.device, torch.int64)
+        average[index] = torch.where(average[index] == 0, 1.0, average[index])
+
+    # ----- compressed stage --------------------------------------------------------------------------------------------
+
+    def take(self, s: Part, u: Packed) -> Tensor:
+        """``ghat = (m - b1 m_old)/(1-b1) ; vfresh = b2 vfresh + (1-b2) ghat^2``, and what f and k need of each block.
+
+        Returns:
+            Sums of squares of up and u and the largest ``D/Dfresh``, fp32 ``(blocks, 3)``.
+        """
+        factors = s.each(beta1, _unshare, _beta2, _new_share2, self._alpha2, _eps, self._alpha, _wd)
+        return s.kernels.lamb_update(s.blocks, s.x, u, s.momentum, s["r"], s["fresh"], factors)
+
+    def _alpha(self, p: Facts) -> float:
+        return 1.0 / self.first_correction(p)
+
+    def _alpha2(self, p: Facts) -> float:
+        return 1.0 / self.second_correction(p.index)
+
+    def finish(self, step: Step, taken: Sequence[tuple[Part, Packed, Any]]) -> None:
+        """``f = ... ; x -= lr c_avg f u``, now that all norms are complete."""
+        if not taken:
+            return
+        kept = self.kept
+        coefficient = self._corrected_coefficients(step, taken)
+        size = (upload(step.by_slot(_lr), kept.device, torch.float64) * coefficient).float()
+        for s, m, _ in taken:
+            s.kernels.lamb_apply(s.blocks, s.x, m, s["r"], s.each(self._alpha), s.each(_wd), size[s.blocks.block_param])
+        active = [(slot, i) for slot, i in enumerate(kept.layout.slots) if step.active[i]]
+        index, slots = upload([i for _, i in active], kept.device), upload([slot for slot, _ in active], kept.device)
+        kept.numbers["last_coeff"][index] = coefficient[slots]
+
+    def _corrected_coefficients(self, step: Step, taken: Sequence[tuple[Part, Packed, Any]]) -> Tensor:
+        """``c_avg f`` per slot, fp64, from the blocks' partial norms in a fixed order."""
+        kept, s = self.kept, self.options.coefficients
+        rows = torch.zeros((kept.layout.plan.blocks, 3), dtype=torch.float64, device=kept.device)
+        for part, _, norms in taken:
+            first = part.blocks.first_block
+            rows[first : first + part.blocks.blocks] = norms.double()
+        up, u = self._per_slot(rows[:, :2], "sum").sqrt().unbind(dim=1)
+        largest = self._per_slot(rows[:, 2:], "max")[:, 0]
+        f = torch.where(largest > 0, largest, torch.ones_like(largest))
+        k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
+        f = torch.where(upload(step.by_slot(_decays), kept.device), f * k + (1 - k), f)
+        index = upload(kept.layout.slots, kept.device)
+        last = kept.numbers["last_factor"][index]
+        f = f.clamp(s.factor_min, s.factor_max)
+        f = torch.minimum(torch.maximum(f, last * (1 - s.threshold)), last * (1 + s.threshold))
+        active = upload([step.active[i] for i in kept.layout.slots], kept.device)
+        kept.numbers["last_factor"][index] = torch.where(active, f, last)
+        return kept.numbers["coeff_average"][index] * f
+
+    def _per_slot(self, rows: Tensor, reduction: str) -> Tensor:
+        """Reduces what blocks have (``(blocks, k)``) to what slots have (``(slots, k)``), blocks taken in order (deterministic)."""
+        layout, plan = self.kept.layout, self.kept.layout.plan
+        if self._runs is None or self._runs[0] is not plan:
+            # blocks of a segment lie in reverse order of its slots, and padding blocks come last
+            counts: list[int] = []
+            places: list[int] = []
+            for size in layout.segments:
+                slots = layout.slots[len(places) : len(places) + size]
+                places += reversed(range(len(counts), len(counts) + size))
+                blocks = [-(-layout.params[i].numel() // plan.block_size) for i in reversed(slots)]
+                counts += [*blocks, -sum(blocks) % layout.ranks.size]
+            self._runs = plan, upload(counts, self.kept.device), upload(places, self.kept.device)
+        _, lengths, where = self._runs
+        return torch.segment_reduce(rows, reduction, lengths=lengths, initial=0.0, unsafe=True)[where]
+
+    # ----- parameters that join or learn late --------------------------------------------------------------------------
+
+    def joined(self, indices: Sequence[int]) -> None:
+        super().joined(indices)
+        if "fresh" in self.kept.flat:
+            self._default_ratios(indices)
+
+    def first_gradients(self, step: Step, indices: list[int]) -> None:
+        super().first_gradients(step, indices)
+        self.kept.numbers["coeff_average"][upload(indices, self.kept.device, torch.int64)] = 0.0
+
+    def take_in(self, index: int, own: dict[str, Tensor], updates: int) -> None:
+        if "fresh" in self.kept.flat:
+            fresh = self.kept.part("fresh", index)
+            floor_second_moment_(fresh.copy_(memory_order(own["v"])), phi=self.options.denominator_floor)
+            self._default_ratios([index])
+        super().take_in(index, own, updates)
+
+    def load(self, phase: Phase, books: Mapping[str, Any], saved: Saved, enter: Callable[[Phase], None]) -> None:
+        super().load(phase, books, saved, enter)
+        if "fresh" in self.kept.flat:
+            load_flat(self.kept, self.kept.flat["fresh"], "exp_avg_sq_fresh", saved)
+
+
+@takes(LambOptions)
+class OnebitLamb(OnebitOptimizer):
+    r"""1-bit LAMB: layer-wise adaptive steps, frozen second moments, and one bit per coordinate in the exchange.
+
+    Warm-up, per parameter tensor (this is LAMB)::
+
+        u = mhat / (sqrt(vhat) + eps) + wd*x ;  c = clip(||x|| / ||u||, *trust_clip), 1 if a norm is 0 ;  x -= lr*c*u
+        c_avg = beta*c_avg + (1-beta)*c  (if c != 1)
+
+    Compressed stage, with ``D = sqrt(vhat_freeze) + eps``::
+
+        m = exchange(b1 m + (1-b1) g_i) ;  ghat = (m - b1 m_old)/(1-b1) ;  vfresh = b2 vfresh + (1-b2) ghat^2
+        f = max_j D_j / Dfresh_j ;  k = min(1, ||up||/||u||) ;  f = f*k + (1-k)  (if wd > 0)
+        f = clip(clip(f, factor_min, factor_max), r(1-threshold), r(1+threshold)) ;  r = f
+        x -= lr * c_avg*f * u ,  up = mhat/D ,  u = up + wd*x
+
+    Two passes over a step: ``f`` needs norms of the whole tensor.
+
+    Source: "1-bit LAMB", arXiv 2104.06069, algorithm 1; this library's differences are listed in docs/differences.
+
+    Args:
+        params: parameters or parameter groups (see ``OnebitAdam``).
+        lr: learning rate; LAMB's own recipe for BERT-Large is 11e-3 with ``weight_decay=0.01``, ``trust_clip=(0.01, 0.3)``.
+        betas: decay of the first and second moment.
+        eps: added to the denominator.
+        weight_decay: decay inside LAMB's update ``u`` (never inside a compressed quantity).
+        exchange: how ranks exchange, see ``ExchangeOptions``.
+        **options: see ``LambOptions``.
+
+    Raises:
+        TypeError: an option or parameter of the wrong type.
+        ValueError: an option out of range.
+
+    Example:
+        >>> optimizer = OnebitLamb(model.parameters(), lr=11e-3, weight_decay=0.01, trust_clip=(0.01, 0.3), freeze_step=1000)
+    """
+
+    algorithm = "onebit_lamb"
+    rule_class: ClassVar[type[Rule]] = Lamb
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
+        )
+
+    def get_lamb_coeffs(self) -> dict[str, float]:
+        """The coefficients c of the last step.
+
+        Returns:
+            A fresh dict, name (or ``"parameter i"``) -> coefficient, of the parameters that have been stepped.
+        """
+        kept = self._engine.kept
+        if not kept.numbers:
+            return {}
+        values = kept.numbers["last_coeff"].tolist()
+        return {self.name_of(i): values[i] for i in kept.layout.known if kept.t[i] > 0}

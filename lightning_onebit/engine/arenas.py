@@ -1,0 +1,513 @@
+"""The tensors that an optimizer keeps: arenas over all blocks, moments and masters by parameter, momentum and residuals as they travel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.comm import Bucket, memory_order
+from lightning_onebit.engine.layout import Layout
+from lightning_onebit.engine.masters import Comparison, adopt_, adopted
+from lightning_onebit.engine.options import ExchangeOptions
+from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed, Residual, get_backend
+
+# elements treated at once where temporaries are needed, so that none grows with the model
+_CHUNK = 1 << 20
+#: what a parameter keeps while things are laid out anew, by its index
+Kept = Mapping[int, Mapping[str, Tensor]]
+
+
+class Phase(str, Enum):
+    """Where an optimizer is in its schedule.
+
+    WARMUP: the second moments learn, from densely averaged gradients (0/1 Adam: with one-bit rounds in between).
+    COMPRESSED: one-bit exchanges.
+    LOCAL: local steps with a one-bit synchronisation now and then (0/1 Adam after its variance freeze).
+    """
+
+    WARMUP = "warmup"
+    COMPRESSED = "compressed"
+    LOCAL = "local"
+
+
+class _Members(NamedTuple):
+    """The parameters of a bucket's spans, one entry for each span: looked up once, for as long as the layout and the weights stay.
+
+    weights: what holds the fp32 weights: the parameter, or the master copy of a 16-bit one.
+    special: positions of those whose gradient kernels cannot take as it is: only a part of it lies in the bucket, or the parameter's
+        memory order is not that of its indices.
+    """
+
+    indices: list[int]
+    params: list[torch.nn.Parameter]
+    weights: list[Tensor]
+    special: list[int]
+
+
+class Arenas:
+    """All state of an optimizer that is made of tensors, and how far it has come. It knows no algorithm and no other rank.
+
+    State that torch would keep in ``optimizer.state`` lies outside of it, because torch casts everything there to the parameter's dtype
+    on load and Lightning moves its tensors one by one.
+
+    Attributes:
+        groups: the optimizer's parameter groups.
+        names: arenas that the rule needs from the start (``"m"``, ``"v"``).
+        per_rank: whether these differ by rank, and lie on the rank's shard only in a hierarchical exchange.
+        numbers: fp64 ``(parameters,)`` on their device, by name: a number of each parameter that the rule keeps.
+        unit: arena by which the momentum is multiplied while it travels, once there is such an arena; None: it travels as it is.
+        flat: fp32 values (or bf16, of some) over all blocks, by name.
+        own: moments of parameters that take no part in the exchange (``compress=False``, late ones), by index and name.
+        masters: fp32 weights of 16-bit parameters.
+        hidden: this rank's own weights of parameters that show others for a while.
+        momentum: by bucket, as it travels: bits and scales, or an fp32 flat; empty while it is the arena ``"m"``.
+        worker, server: the residuals of both sides; None before there is one.
+        t: steps that each parameter has made.
+        cold: parameters of which nothing is known yet that an exchange of theirs could go by.
+        late: those that are averaged densely until they have learned: their steps when that began, and when it may end.
+        phase: see ``Phase``.
+        steps: real steps made.
+    """
+
+    def __init__(
+        self,
+        exchange: ExchangeOptions,
+        names: Sequence[str],
+        numbers: Mapping[str, float],
+        *,
+        per_rank: bool,
+        unit: str | None,
+        phase: Phase,
+    ) -> None:
+        self.exchange, self.names, self.per_rank, self.unit = exchange, tuple(names), per_rank, unit
+        self._first_numbers = dict(numbers)
+        self.groups: list[dict[str, Any]] = []
+        self.parameter_names: Mapping[Tensor, str] = {}
+        self._first_phase = phase
+        self._comparison: Comparison | None = None
+        self.kernels: KernelBackend = get_backend("reference", "cpu")
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, as before the first step."""
+        self.phase, self.steps = self._first_phase, 0
+        self._layout: Layout | None = None
+        self.numbers: dict[str, Tensor] = {}
+        self.flat: dict[str, Tensor] = {}
+        self.own: dict[int, dict[str, Tensor]] = {}
+        self.masters: dict[int, Tensor] = {}
+        self.hidden: dict[int, Tensor] = {}
+        self.momentum: list[Tensor | Packed] = []
+        self.worker: Residual | None = None
+        self.server: Residual | None = None
+        self.t: list[int] = []
+        self.cold: set[int] = set()
+        self.late: dict[int, tuple[int, int]] = {}
+        self._comparison = None
+        self._forget_bound()
+
+    # ----- layout ------------------------------------------------------------------------------------------------------
+
+    @property
+    def laid_out(self) -> bool:
+        """Whether there is a layout, which the first step makes, or loading a state."""
+        return self._layout is not None
+
+    @property
+    def layout(self) -> Layout:
+        """Where parameters lie."""
+        assert self._layout is not None
+        return self._layout
+
+    @property
+    def device(self) -> torch.device:
+        """Of all parameters."""
+        device: torch.device = self.groups[0]["params"][0].device
+        return device
+
+    @property
+    def compresses(self) -> bool:
+        """Whether there is anything to compress for: more than one rank."""
+        return self._layout is not None and (self._layout.ranks.size > 1 or self.exchange._alone)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether arenas hold this rank's shard only."""
+        return self.per_rank and self.layout.ranks.ranks_per_node > 1
+
+    def _zeros(self, elements: int) -> Tensor:
+        return torch.zeros(elements, dtype=torch.float32, device=self.layout.device)
+
+    def lay_out(self, layout: Layout, kept: Kept) -> None:
+        """Makes all arenas anew, of zeros but for what is kept; without residuals."""
+        self._layout = layout
+        self.kernels = get_backend(self.exchange.kernels, layout.device)
+        size = layout.plan.elements // (layout.ranks.ranks_per_node if self.per_rank else 1)
+        self.flat = {name: self._zeros(size) for name in self.names}
+        self.momentum, self.worker, self.server = [], None, None
+        self._keep(kept)
+
+    def extend(self, layout: Layout, kept: Kept) -> None:
+        """Takes in parameters whose blocks lie behind those there are; nothing of the others moves."""
+        before, self._layout = self.layout, layout
+        self._keep(kept)
+        if layout.plan is before.plan:
+            return
+        for name, flat in self.flat.items():
+            self.flat[name] = torch.cat([flat, flat.new_zeros(layout.plan.elements - before.plan.elements)])
+        if "m" not in self.flat:
+            self.momentum += [self._zeros(b.elements) for b in layout.buckets[len(before.buckets) :]]
+        if self.worker is not None and self.server is not None:
+            ranks, blocks = layout.ranks, layout.plan.blocks - before.plan.blocks
+            self.worker = self._longer(self.worker, blocks // ranks.ranks_per_node)
+            self.server = self._longer(self.server, blocks // ranks.size)
+
+    def move_to(self, layout: Layout) -> None:
+        """The same layout at another place in an equal world."""
+        self._layout = layout
+
+    def _longer(self, residual: Residual, blocks: int) -> Residual:
+        """A residual with so many blocks of zeros behind its own."""
+        values = residual.values
+        unread = None if residual.owed is None else torch.cat([residual.owed, residual.owed.new_zeros(blocks)])
+        return Residual(
+            torch.cat([values, values.new_zeros(blocks * self.exchange.block_size)]), unread, residual.settle
+        )
+
+    def _keep(self, kept: Kept) -> None:
+        """State that is kept by parameter: counts, numbers, own moments and masters; then all that there was before."""
+        layout, params = self.layout, self.layout.params
+        self._forget_bound()
+        self.t += [0] * (len(params) - len(self.t))
+        for name, first in self._first_numbers.items():
+            numbers = torch.full((len(params),), first, dtype=torch.float64, device=layout.device)
+            if name in self.numbers:
+                numbers[: len(self.numbers[name])] = self.numbers[
+                    name
+                ]  # groups are only ever added behind those there are
+            self.numbers[name] = numbers
+        self.own = {i: self._own_zeros(i) for i in (*layout.dense, *self.late)}
+        self.masters = {
+            i: kept.get(i, {}).get("master", params[i].detach().float())
+            for i in (*layout.slots, *layout.dense)
+            if params[i].dtype != torch.float32
+        }
+        for i in (*layout.slots, *layout.dense):
+            for name, value in kept.get(i, {}).items():
+                if name in self.names:
+                    self.moment(name, i).copy_(value)
+
+    def reset_numbers(self) -> None:
+        """Gives parameters that have made no step their first numbers."""
+        index = torch.tensor([t == 0 for t in self.t], device=self.device)
+        for name, value in self._first_numbers.items():
+            if name in self.numbers:
+                self.numbers[name][index] = value
+
+    def _own_zeros(self, index: int) -> dict[str, Tensor]:
+        like = self.layout.params[index]
+        return {name: torch.zeros_like(like, dtype=torch.float32) for name in self.names}
+
+    def give_own(self, index: int) -> None:
+        """Gives a parameter moments of its own, zeros."""
+        self.own[index] = self._own_zeros(index)
+
+    def keeps_of(self, index: int, *, arenas: bool) -> dict[str, Tensor]:
+        """What a parameter keeps where things are laid out anew; ``arenas``: what lies in arenas too."""
+        names = self.own.get(index, self.flat if arenas and not self.sharded else {})
+        state = {name: self.moment(name, index).clone() for name in names}
+        if index in self.masters:
+            state["master"] = self.masters[index]
+        return state
+
+    # ----- parameters --------------------------------------------------------------------------------------------------
+
+    def group(self, index: int) -> dict[str, Any]:
+        """Parameter group of a parameter."""
+        return self.groups[self.layout.group_of[index]]
+
+    def name_of(self, index: int) -> str:
+        """Name of a parameter for messages."""
+        return self.parameter_names.get(self.layout.params[index]) or f"parameter {index}"
+
+    def grad(self, index: int) -> Tensor:
+        """Gradient of a parameter that has one, or zeros where only other ranks have one."""
+        p = self.layout.params[index]
+        return torch.zeros_like(p) if p.grad is None else p.grad
+
+    def weight(self, index: int) -> Tensor:
+        """fp32 weights of a parameter: itself, or its master copy when it is a 16-bit tensor; this rank's own."""
+        master = self.masters.get(index)
+        if master is not None:
+            return master
+        hidden = self.hidden.get(index)
+        return self.layout.params[index].data if hidden is None else hidden
+
+    def moment(self, name: str, index: int) -> Tensor:
+        """State of a parameter with its shape and strides; a view of an arena for what is exchanged."""
+        if index in self.own:
+            return self.own[index][name]
+        return self.layout.view(self.flat[name], index)
+
+    def part(self, name: str, index: int) -> Tensor:
+        """A parameter's 1-D part, in memory order, of an arena."""
+        return self.layout.part(self.flat[name], index)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Takes into the masters what the program has written into 16-bit parameters; on CUDA ``end_adopting()`` does it."""
+        if not self.masters:
+            return
+        pairs = [(self.layout.params[i], master) for i, master in self.masters.items()]
+        # without a look at the gradients the host never waits for a device, and shall not here
+        if self.device.type == "cuda" and self.exchange.on_nonfinite == "skip":
+            self._comparison = Comparison(pairs)
+        else:
+            adopt_(pairs)
+
+    def end_adopting(self) -> None:
+        """Call it before masters are used, but after something else has waited for the device."""
+        comparison, self._comparison = self._comparison, None
+        if comparison is not None:
+            comparison.adopt()
+
+    def forget_comparison(self) -> None:
+        """Lets go of what ``adopt()`` has begun."""
+        self._comparison = None
+
+    def publish(self, indices: Iterable[int]) -> None:
+        """Writes master weights back into 16-bit parameters."""
+        params = self.layout.params
+        if self.masters and (pairs := [(params[i], self.masters[i]) for i in indices if i in self.masters]):
+            torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
+
+    def adopted_master(self, index: int) -> Tensor:
+        """A copy of the fp32 weights of a 16-bit parameter, with what the program has written into it.
+
+        Saving changes no master: weights that are shown for a moment (averages of them) may be saved, too.
+        """
+        return adopted(self.layout.params[index].detach(), self.masters[index])
+
+    # ----- residuals ---------------------------------------------------------------------------------------------------
+
+    def allocate_residuals(self) -> None:
+        """Makes both residuals, of zeros, where there are none."""
+        if self.worker is None:
+            self.worker = self._no_residual(self.layout.ranks.ranks_per_node)
+            self.server = self._no_residual(self.layout.ranks.size)
+
+    def _no_residual(self, share: int) -> Residual:
+        """Zeros for one of ``share`` equal parts of all blocks."""
+        dtype: torch.dtype = getattr(torch, self.exchange.state_dtype)
+        layout = self.layout
+        return self.kernels.residual(layout.plan.blocks // share, self.exchange.block_size, dtype, layout.device)
+
+    def worker_residual(self, bucket: Bucket) -> Residual:
+        """What this rank holds back of its shard of a bucket."""
+        return _part(self.worker, bucket, self.layout.ranks.ranks_per_node)
+
+    def server_residual(self, bucket: Bucket) -> Residual:
+        """What this rank holds back, as a server, of its chunk of a bucket."""
+        return _part(self.server, bucket, self.layout.ranks.size)
+
+    def clear_residuals(self, index: int) -> None:
+        """Drops what is held back of a parameter."""
+        layout = self.layout
+        for bucket, _ in layout.plan.spans_of(layout.slot_of[index]):
+            mine = bucket.block_param == layout.slot_of[index]
+            for residual, (first, last) in (
+                (self.worker_residual(bucket), layout.shard(bucket)),
+                (self.server_residual(bucket), layout.chunk(bucket)),
+            ):
+                residual.settled().view(last - first, -1)[mine[first:last]] = 0.0
+
+    def residual_ratio(self, steps: int) -> float:
+        """Norm of the worker residual relative to that of the momentum, of which the last exchange has carried ``steps``; 0 before it."""
+        if self.worker is None or not self.worker.values.numel():
+            return 0.0
+        values = self.worker.settled()
+        squares = sum(float(self._energy(bucket).sum()) for bucket in self.layout.buckets) * steps**2
+        # hierarchical ranks hold 1/K of the residual
+        share = values.numel() / max(1, self.layout.plan.elements)
+        residual = float(torch.linalg.vector_norm(values, dtype=torch.float64)) / share**0.5
+        return residual / squares**0.5 if squares > 0 else 0.0
+
+    def _energy(self, bucket: Bucket) -> Tensor:
+        """Sums of squares of the momentum's blocks as it travels, fp64 ``(blocks,)``."""
+        held = self.travelling(bucket)
+        if isinstance(held, Packed):
+            return held.scales.flatten().double().square() * bucket.lengths
+        return torch.linalg.vector_norm(held.view(-1, bucket.block_size), dim=1, dtype=torch.float64).square()
+
+    # ----- the momentum: one arena, or by bucket, where bits replace it ------------------------------------------------
+
+    def _unit(self, start: int, elements: int) -> Tensor | None:
+        if self.unit is None or self.unit not in self.flat:
+            return None
+        return self.flat[self.unit][start : start + elements]
+
+    def as_travelling(self, m: Tensor, start: int = 0) -> None:
+        """From the momentum to what buckets hold and exchange, in place; ``m`` begins at element ``start`` of all blocks."""
+        if (unit := self._unit(start, m.numel())) is not None:
+            m.mul_(unit)
+
+    def as_momentum(self, m: Tensor, start: int = 0) -> None:
+        """The inverse of ``as_travelling()``, to rounding; 0 where the unit is."""
+        if (unit := self._unit(start, m.numel())) is None:
+            return
+        for first in range(0, m.numel(), _CHUNK):
+            piece, factor = m[first : first + _CHUNK], unit[first : first + _CHUNK]
+            piece.copy_(torch.where(factor > 0, piece / factor, torch.zeros_like(piece)))
+
+    def hold_by_bucket(self) -> None:
+        """Hands the momentum arena over to the buckets, each of which replaces its part by bits after its exchange."""
+        m = self.flat.pop("m", None)
+        if m is not None:
+            self.as_travelling(m)
+            self.momentum = [bucket.slice(m) for bucket in self.layout.buckets]
+
+    def hold_flat(self) -> None:
+        """Takes the momentum back into an fp32 arena."""
+        if "m" not in self.flat:
+            self.flat["m"] = self.momentum_flat()
+            self.momentum = []
+
+    def travelling(self, bucket: Bucket) -> Tensor | Packed:
+        """The momentum of a bucket as it travels."""
+        if "m" not in self.flat:
+            return self.momentum[bucket.index]
+        held = bucket.slice(self.flat["m"])
+        unit = self._unit(bucket.first_block * bucket.block_size, bucket.elements)
+        return held if unit is None else held * unit
+
+    def momentum_flat(self) -> Tensor:
+        """The momentum as an fp32 flat over all blocks."""
+        if "m" in self.flat:
+            return self.flat["m"]
+        flat = self.travelling_flat()
+        self.as_momentum(flat)
+        return flat
+
+    def travelling_flat(self) -> Tensor:
+        """What buckets hold as momentum, as an fp32 flat over all blocks."""
+        flat = self._zeros(self.layout.plan.elements)
+        for bucket, held in zip(self.layout.buckets, self.momentum, strict=True):
+            self.unpack(held, bucket, bucket.slice(flat))
+        return flat
+
+    def unpack(self, held: Tensor | Packed, bucket: Bucket, out: Tensor) -> Tensor:
+        """Writes what a bucket holds into an fp32 flat of it."""
+        if isinstance(held, Packed):
+            self.kernels.unpack(held, bucket.lengths, out)
+        else:
+            out.copy_(held)
+        return out
+
+    def unpacked(self, bucket: Bucket) -> Tensor:
+        """A copy of what a bucket holds as momentum, an fp32 flat."""
+        out = torch.empty(bucket.elements, dtype=torch.float32, device=bucket.device)
+        return self.unpack(self.momentum[bucket.index], bucket, out)
+
+    def clear_momentum(self, index: int) -> None:
+        """Makes the momentum of a parameter 0."""
+        if "m" in self.flat:
+            self.part("m", index).zero_()
+            return
+        slot = self.layout.slot_of[index]
+        for bucket, _ in self.layout.plan.spans_of(slot):
+            mine, held = bucket.block_param == slot, self.momentum[bucket.index]
+            if isinstance(held, Packed):
+                held.scales[mine.view(held.rows, held.blocks_per_row)] = 0.0
+            else:
+                held.view(-1, bucket.block_size)[mine] = 0.0
+
+    def put_momentum(self, index: int, m: Tensor) -> None:
+        """Gives a parameter a momentum (fp32, 1-D in memory order, changed by it)."""
+        if "m" in self.flat:
+            self.part("m", index).copy_(m)
+            return
+        slot = self.layout.slot_of[index]
+        self.as_travelling(m, self.layout.plan.starts[slot])
+        for bucket, span in self.layout.plan.spans_of(slot):
+            held = self.momentum[bucket.index]
+            if isinstance(held, Packed):
+                held = self.momentum[bucket.index] = self.unpacked(bucket)
+            start = span.block * bucket.block_size
+            held[start : start + span.numel] = m[span.start : span.start + span.numel]
+
+    def momentum_part(self, index: int, whole: Callable[[Bucket], Tensor]) -> Tensor:
+        """A copy of a parameter's momentum that buckets hold, 1-D in memory order; ``whole`` gives that of a bucket."""
+        slot = self.layout.slot_of[index]
+        part = torch.empty(self.layout.params[index].numel(), dtype=torch.float32, device=self.layout.device)
+        for bucket, span in self.layout.plan.spans_of(slot):
+            start = span.block * bucket.block_size
+            part[span.start : span.start + span.numel] = whole(bucket)[start : start + span.numel]
+        return part
+
+    def payload(self, bucket: Bucket, rows: int, *, has_scales: bool = True) -> Packed:
+        """An empty payload for ``rows`` chunks of a bucket."""
+        count = bucket.blocks // self.layout.ranks.size
+        width = Packed.row_bytes(count, bucket.block_size, has_scales)
+        raw = torch.empty((rows, width), dtype=torch.uint8, device=self.layout.device)
+        return Packed(raw, count, bucket.block_size, has_scales)
+
+    # ----- what kernels are given --------------------------------------------------------------------------------------
+
+    def _forget_bound(self) -> None:
+        # by bucket: the addresses of its weights and the views that were made of them; its parameters
+        self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
+        self._members: dict[int, _Members] = {}
+
+    def release_views(self) -> None:
+        """Lets go of views of weights; whoever needs them makes them again."""
+        self._bound = {}
+
+    def _members_of(self, bucket: Bucket) -> _Members:
+        known = self._members.get(bucket.index)
+        if known is None:
+            indices = [self.layout.slots[span.param] for span in bucket.spans]
+            params = [self.layout.params[i] for i in indices]
+            special = [
+                k
+                for k, (p, span) in enumerate(zip(params, bucket.spans, strict=True))
+                if span.numel != p.numel() or not p.is_contiguous()
+            ]
+            weights: list[Tensor] = [self.masters.get(i, p) for i, p in zip(indices, params, strict=True)]
+            known = self._members[bucket.index] = _Members(indices, params, weights, special)
+        return known
+
+    def bind_grads(self, bucket: Bucket) -> BoundSpans:
+        """Gradients by span; None where there is none, and of late parameters."""
+        members, late = self._members_of(bucket), self.late
+        grads = [None if i in late else p.grad for i, p in zip(members.indices, members.params, strict=True)]
+        for k in members.special:
+            p, grad, span = members.params[k], grads[k], bucket.spans[k]
+            if grad is None:
+                continue
+            if not (grad.is_contiguous() and p.is_contiguous()) and grad.stride() != p.stride() and p.numel() > 1:
+                grad = torch.empty_like(p).copy_(grad)  # autograd may hand over another memory order
+            grads[k] = memory_order(grad)[span.start : span.start + span.numel]
+        return BoundSpans(grads)
+
+    def bind_weights(self, bucket: Bucket, active: Sequence[bool]) -> BoundSpans:
+        """Weights of active parameters by span; the very list of the step before, and what backends have made of it, if they lie still."""
+        members = self._members_of(bucket)
+        where = [w.data_ptr() if active[i] else 0 for i, w in zip(members.indices, members.weights, strict=True)]
+        known = self._bound.get(bucket.index)
+        if known is None or known[0] != where:
+            slots = self.layout.slots
+            spans = bucket.bind(lambda slot: memory_order(self.weight(slots[slot])) if active[slots[slot]] else None)
+            known = self._bound[bucket.index] = (where, BoundSpans(spans))
+            self._members.pop(bucket.index)  # weights that lie elsewhere may have another memory order
+        return known[1]
+
+
+def _part(residual: Residual | None, bucket: Bucket, share: int) -> Residual:
+    """What a rank that has one of ``share`` parts of every bucket holds of this one."""
+    assert residual is not None
+    first = bucket.first_block // share
+    return residual.part(first, first + bucket.blocks // share, bucket.block_size)

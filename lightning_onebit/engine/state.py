@@ -1,0 +1,421 @@
+"""Saving and loading, in one place for all algorithms: what of an optimizer's state is saved, in which layout, and how it is taken back."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.comm import Bucket, memory_order
+from lightning_onebit.engine.agreement import Agreement
+from lightning_onebit.engine.arenas import Arenas, Phase
+from lightning_onebit.engine.compact import expanded
+from lightning_onebit.engine.redistribute import remedy
+
+if TYPE_CHECKING:
+    from lightning_onebit.engine.optimizer import OnebitOptimizer
+
+log = logging.getLogger("lightning_onebit")
+
+STATE_VERSION = 1
+# options that torch.optim.Adam(W) keeps in its groups and that mean nothing here
+_TORCH_ADAM_OPTIONS = {
+    "amsgrad",
+    "maximize",
+    "foreach",
+    "capturable",
+    "differentiable",
+    "fused",
+    "decoupled_weight_decay",
+}
+# those that only say how torch makes a step, whatever their value
+_HOW_NOT_WHAT = _TORCH_ADAM_OPTIONS - {"amsgrad", "maximize"}
+_SAVING = ("_optimizer_state_dict_pre_hooks", "_optimizer_state_dict_post_hooks")
+_LOADING = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
+
+
+@contextlib.contextmanager
+def _without_hooks(optimizer: torch.optim.Optimizer, *names: str) -> Iterator[None]:
+    """Within it torch finds no state, and no hooks of these kinds: it would run them before what is kept outside of it is there."""
+    hooks = {name: vars(optimizer)[name] for name in (*names, "_shown_state")}
+    # the very dicts come back: handles of the user's remove hooks from them
+    vars(optimizer).update({name: OrderedDict() for name in hooks})
+    try:
+        yield
+    finally:
+        vars(optimizer).update(hooks)
+
+
+# ----- saving ---------------------------------------------------------------------------------------------------------
+
+
+def save(optimizer: OnebitOptimizer) -> dict[str, Any]:
+    """See ``OnebitOptimizer.state_dict()``; hooks are told."""
+    for before in optimizer._optimizer_state_dict_pre_hooks.values():
+        before(optimizer)
+    state = optimizer._engine.rule.compacted(packed(optimizer))
+    for after in optimizer._optimizer_state_dict_post_hooks.values():
+        replaced = after(optimizer, state)
+        if replaced is not None:
+            state = replaced
+    return state
+
+
+def packed_groups(optimizer: OnebitOptimizer) -> list[dict[str, Any]]:
+    """Parameter groups as in a state, with indices for parameters."""
+    with _without_hooks(optimizer, *_SAVING):
+        groups: list[dict[str, Any]] = torch.optim.Optimizer.state_dict(optimizer)["param_groups"]
+    return groups
+
+
+@torch.no_grad()
+def packed(optimizer: OnebitOptimizer) -> dict[str, Any]:
+    """``state_dict()``, of which no hook is told, with what follows from the rest of it."""
+    arenas, rule = optimizer._engine.kept, optimizer._engine.rule
+    state: dict[str, Any] = {"state": {}, "param_groups": packed_groups(optimizer), "onebit": books(optimizer)}
+    if not arenas.laid_out:
+        return state
+    layout = arenas.layout
+    of: dict[int, dict[str, Tensor]] = {i: {} for i in layout.known}
+    for key, values in rule.saved():
+        for i in layout.slots:
+            view = layout.view(values, i)
+            of[i][key] = torch.empty_like(view).copy_(view)
+        del values
+    # what arenas have of late ones is nothing yet
+    of |= {i: {} for i in arenas.late}
+    for i in (*layout.dense, *arenas.late):
+        of[i] |= {key: arenas.own[i][name].clone() for name, key in rule.arenas.items() if name in arenas.own[i]}
+    for i in layout.known:
+        of[i]["step"] = torch.tensor(float(arenas.t[i]), dtype=torch.float32)
+        if i in arenas.masters:
+            of[i]["master"] = rule.shared_master(i)
+    state["state"] = {i: of[i] for i in sorted(of) if arenas.t[i] > 0}
+    return state
+
+
+def books(optimizer: OnebitOptimizer) -> dict[str, Any]:
+    """What a state holds besides tensors."""
+    arenas = optimizer._engine.kept
+    known = arenas.layout.known if arenas.laid_out else []
+    slots = iter(arenas.layout.slots if arenas.laid_out else [])
+    segments = [[next(slots) for _ in range(count)] for count in arenas.layout.segments] if arenas.laid_out else []
+    return {
+        "version": STATE_VERSION,
+        "algorithm": optimizer.algorithm,
+        "phase": arenas.phase.value,
+        "steps": arenas.steps,
+        "skipped": optimizer._engine.skipped,
+        "skips_in_a_row": optimizer._engine.skips_in_a_row,
+        "ledger": optimizer.ledger.as_dict(),
+        # the state of one that has never had a gradient is not saved, but blocks are dealt to it
+        "known": list(known),
+        "stepped": [i for i in known if arenas.t[i] > 0],
+        # in the order of their blocks, where some have joined after the freeze
+        **({"segments": segments} if len(segments) > 1 else {}),
+        **({"late": dict(arenas.late)} if arenas.late else {}),
+        **{name: values.tolist() for name, values in arenas.numbers.items()},
+        **optimizer._engine.rule.books(),
+    }
+
+
+def shown(optimizer: OnebitOptimizer, index: int) -> dict[str, Tensor]:
+    """Copies of what ``optimizer.state`` shows of a parameter that has made steps."""
+    arenas, rule = optimizer._engine.kept, optimizer._engine.rule
+    moments = {"step": torch.tensor(float(arenas.t[index]), dtype=torch.float32)}
+    if index in arenas.own:
+        own = arenas.own[index]
+        return moments | {key: own[name].clone() for name, key in rule.arenas.items() if name in own}
+    p = arenas.layout.params[index]
+    for name, key in rule.arenas.items():
+        if name in arenas.flat and not arenas.sharded:
+            part = arenas.part(name, index).clone()
+        elif name == "m" and arenas.momentum:
+            part = arenas.momentum_part(index, lambda bucket: _whole_momentum(optimizer, bucket))
+        else:
+            continue
+        moments[key] = part.as_strided(p.shape, p.stride())
+    rule.shown(index, moments)
+    return moments
+
+
+def _whole_momentum(optimizer: OnebitOptimizer, bucket: Bucket) -> Tensor:
+    """The momentum that a bucket holds, an fp32 flat; the last one asked for is kept until the next step."""
+    arenas = optimizer._engine.kept
+
+    def make() -> Tensor:
+        flat = arenas.unpacked(bucket)
+        arenas.as_momentum(flat, bucket.first_block * bucket.block_size)
+        return flat
+
+    return optimizer._shown_state.scratch(bucket.index, make)
+
+
+# ----- checks ---------------------------------------------------------------------------------------------------------
+
+
+def _check_books(optimizer: OnebitOptimizer, saved: dict[str, Any] | None) -> None:
+    """Raises where a state is not one of this algorithm."""
+    name = type(optimizer).__name__
+    if saved is None:
+        if not optimizer._engine.rule.reads_plain_adam:
+            raise ValueError(f"{name} cannot continue from the state of a plain optimizer; load the weights only")
+        return
+    if saved["version"] > STATE_VERSION:
+        raise ValueError(
+            f"optimizer state of format {saved['version']}, newer than this release reads ({STATE_VERSION}); upgrade"
+        )
+    if saved["algorithm"] != optimizer.algorithm:
+        raise ValueError(
+            f"optimizer state of {saved['algorithm']!r} cannot be loaded into {optimizer.algorithm!r}; "
+            "keep the algorithm, or load the weights only"
+        )
+    missing = [key for key in ("phase", "steps", "skipped", "ledger") if key not in saved]
+    if missing:
+        raise ValueError(
+            f"optimizer state without {missing[0]!r} in its entry 'onebit'; load a complete state_dict() of {name}"
+        )
+    phases = [phase.value for phase in Phase]
+    if saved["phase"] not in phases:
+        raise ValueError(
+            f"optimizer state has phase {saved['phase']!r}, and {name} knows {phases}; load a complete state_dict()"
+        )
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    joined = [i for segment in saved.get("segments", ()) for i in segment]
+    if strange := [i for i in (*saved.get("known", ()), *joined, *saved.get("late", ())) if i not in range(count)]:
+        raise ValueError(
+            f"optimizer state knows parameter {strange[0]}, this optimizer has {count}; load a complete state_dict() of {name}"
+        )
+
+
+def _check_groups(optimizer: OnebitOptimizer, saved: list[dict[str, Any]]) -> None:
+    """Raises where the groups of a state are not this optimizer's, or have options out of range."""
+    sizes, ours = ([len(group["params"]) for group in groups] for groups in (saved, optimizer.param_groups))
+    if sizes != ours:
+        raise ValueError(
+            f"optimizer state has parameter groups of {sizes} parameters, this optimizer has groups of {ours}; make the optimizer "
+            "with the groups of the run that was saved, or load the weights only"
+        )
+    for theirs, mine in zip(saved, optimizer.param_groups, strict=True):
+        matters = {key: value for key, value in theirs.items() if key not in _HOW_NOT_WHAT}
+        optimizer._check_group({**mine, **matters})
+
+
+def _check_saved(optimizer: OnebitOptimizer, saved: dict[int, dict[str, Tensor]]) -> None:
+    """Raises where the state of a parameter, by its index, belongs to a parameter of another shape."""
+    params, names = _parameters(optimizer), optimizer._engine.kept.parameter_names
+    for i, state in saved.items():
+        name, shape = names.get(params[i]) or f"parameter {i}", tuple(params[i].shape)
+        if "step" not in state:
+            raise ValueError(
+                f"optimizer state of {name} has no 'step', so it is not that of an Adam; load the weights only"
+            )
+        for key, value in state.items():
+            if key != "step" and isinstance(value, Tensor) and value.shape != params[i].shape:
+                raise ValueError(
+                    f"optimizer state has {key} of shape {tuple(value.shape)} for {name}, whose shape is {shape}; build the model that "
+                    "was saved, with its parameters in the same order, or load the weights only"
+                )
+
+
+def _check_complete(
+    optimizer: OnebitOptimizer, saved: dict[int, dict[str, Tensor]], books: dict[str, Any] | None
+) -> None:
+    """Raises where second moments that can no longer be learned are missing in a state of a later phase than the warm-up."""
+    if books is None or books["phase"] == Phase.WARMUP.value or not books["steps"]:
+        return
+    # (states of earlier releases do not say who has made steps; somebody has)
+    known = books.get("stepped", [] if saved else books.get("known", []))
+    missing = [i for i in known if i not in saved]
+    if missing:
+        names = optimizer._engine.kept.parameter_names
+        raise ValueError(
+            f"optimizer state of phase {books['phase']!r} after {books['steps']} steps has no entry for "
+            f"{names.get(_parameters(optimizer)[missing[0]]) or f'parameter {missing[0]}'}, which has made some: its second moments would "
+            f"be 0 and it would not train; load a complete state_dict(), or start over with {type(optimizer).__name__}.reset_state()"
+        )
+
+
+def _parameters(optimizer: OnebitOptimizer) -> list[torch.nn.Parameter]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+# ----- loading --------------------------------------------------------------------------------------------------------
+
+
+def load(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
+    """See ``OnebitOptimizer.load_state_dict()``; hooks are told."""
+    state_dict = state_dict.copy()  # hooks may edit it
+    for before in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = before(optimizer, state_dict)
+        if replaced is not None:
+            state_dict = replaced
+    unpack(optimizer, expanded(state_dict))
+    for after in optimizer._optimizer_load_state_dict_post_hooks.values():
+        after(optimizer)
+
+
+def start_over(optimizer: OnebitOptimizer) -> None:
+    """Loads the state of before the first step; masters, the ledger and the count of skipped steps go on."""
+    arenas = optimizer._engine.kept
+    known = arenas.layout.known if arenas.laid_out else []
+    kept = {"known": known, "skipped": optimizer._engine.skipped, "ledger": optimizer.ledger.as_dict()}
+    masters = {i: {"step": torch.zeros(()), "master": optimizer._engine.rule.shared_master(i)} for i in arenas.masters}
+    first = copy.deepcopy(optimizer._first_books or books(optimizer))
+    optimizer.load_state_dict({"state": masters, "param_groups": packed_groups(optimizer), "onebit": {**first, **kept}})
+
+
+@torch.no_grad()
+def unpack(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
+    """``load_state_dict()``, of which no hook is told."""
+    known = state_dict.get("onebit")
+    optimizer._first_books = optimizer._first_books or books(optimizer)
+    _check_books(optimizer, known)
+    _check_groups(optimizer, state_dict["param_groups"])
+    order = [i for g in state_dict["param_groups"] for i in g["params"]]
+    saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
+    _check_saved(optimizer, saved)
+    _check_complete(optimizer, saved, known)
+    with optimizer._engine.changing("load_state_dict()", anew=True):
+        optimizer._engine.abandon()
+        optimizer._shown_state.forget()
+        optimizer._engine.link.agreement = Agreement()
+        _take_groups(optimizer, state_dict["param_groups"])
+        _take_state(optimizer, known or {}, saved)
+
+
+def _take_groups(optimizer: OnebitOptimizer, groups: list[dict[str, Any]]) -> None:
+    ours = [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]
+    with _without_hooks(optimizer, *_LOADING):
+        torch.optim.Optimizer.load_state_dict(optimizer, {"state": {}, "param_groups": groups})
+    for group, mine in zip(optimizer.param_groups, ours, strict=True):
+        for key in _TORCH_ADAM_OPTIONS & set(group):
+            del group[key]
+        for key, value in mine.items():
+            group.setdefault(key, value)
+
+
+def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
+    """Replaces all state by one that has been checked; ``known`` are its books, empty for those of a plain optimizer."""
+    engine = optimizer._engine
+    arenas, rule = engine.kept, engine.rule
+    arenas.clear()
+    if optimizer.compresses:  # (where a rank is alone, all steps are dense)
+        arenas.late = {i: (begun, ends) for i, (begun, ends) in known.get("late", {}).items()}
+    # what the checkpoint knows is laid out, trainable now or not
+    segments = known.get("segments", [])
+    order = dict.fromkeys([i for segment in segments for i in segment])
+    order |= dict.fromkeys(sorted({*saved, *known.get("known", ())}))
+    optimizer._lay_out(
+        connect=False,
+        newcomers="known" not in known,
+        known=list(order),
+        segments=[len(segment) for segment in segments],
+    )
+    steps = [int(s["step"]) for s in saved.values()]
+    arenas.steps = known.get("steps", max(steps, default=0))
+    engine.skipped, engine.skips_in_a_row = known.get("skipped", 0), known.get("skips_in_a_row", 0)
+    if known:
+        optimizer.ledger.load_dict(known["ledger"])
+    for i, state in saved.items():
+        arenas.t[i] = int(state["step"])
+        if i in arenas.masters and "master" in state:
+            arenas.masters[i].copy_(state["master"])
+        for name, key in rule.arenas.items():
+            there = arenas.own.get(i, arenas.flat if i in arenas.layout.slot_of else {})
+            if key in state and name in there:
+                arenas.moment(name, i).copy_(state[key])
+    for name, values in arenas.numbers.items():
+        numbers = known.get(name, [])  # parameters that have joined since have none
+        values[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
+    phase = Phase(known.get("phase", Phase.WARMUP))
+    rule.load(phase, known, saved, engine.enter_loaded)
+    lost = any("reciprocal_denominator" in state for state in saved.values())
+    if not known and lost and arenas.phase is Phase.WARMUP:
+        log.warning(
+            "the optimizer state has lost its entry 'onebit' (torch.distributed.checkpoint.state_dict keeps 'state' and 'param_groups' "
+            "alone), so %s goes on in the warm-up; keep optimizer.state_dict()['onebit'] beside it, and add it before loading",
+            type(optimizer).__name__,
+        )
+    if optimizer._engine.link.transport is not None:
+        optimizer._engine.link.transport.step = arenas.steps + 1
+
+
+def load_flat(arenas: Arenas, flat: Tensor, key: str, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """Copies per-parameter tensors of a checkpoint, where there are any, into a flat over all blocks."""
+    for i, state in saved.items():
+        if key in state and i in arenas.layout.slot_of and i not in arenas.late:
+            like = torch.empty_like(arenas.layout.params[i], dtype=torch.float32).copy_(state[key])
+            arenas.layout.part(flat, i).copy_(memory_order(like))
+
+
+# ----- what differs by rank -------------------------------------------------------------------------------------------
+
+
+def rank_state(optimizer: OnebitOptimizer) -> dict[str, Any]:
+    """See ``OnebitOptimizer.residual_state_dict()``."""
+    arenas, rule = optimizer._engine.kept, optimizer._engine.rule
+    tensors = {key: arenas.flat[name] for name, key in rule.arenas.items() if rule.per_rank and name in arenas.flat}
+    if arenas.worker is not None:
+        tensors["worker_residual"] = arenas.worker.settled()
+    if arenas.server is not None:
+        tensors["server_residual"] = arenas.server.settled()
+    return {**_rank_layout(optimizer), **rule.rank_notes(), "tensors": {**tensors, **rule.rank_state()}}
+
+
+def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
+    arenas = optimizer._engine.kept
+    layout = arenas.layout if arenas.laid_out else None
+    # what the state is cut for, which outlives the connection
+    ranks = layout.ranks if layout is not None else optimizer.topology
+    slots = [layout.params[i] for i in layout.slots] if layout is not None else []
+    segments = layout.segments if layout is not None else []
+    return {
+        "version": STATE_VERSION,
+        "algorithm": optimizer.algorithm,
+        "steps": arenas.steps,
+        "world_size": ranks.size,
+        "ranks_per_node": ranks.ranks_per_node,
+        "rank": ranks.rank,
+        "block_size": optimizer.exchange.block_size,
+        "numels": [p.numel() for p in slots],
+        # blocks of those who joined after the freeze lie behind the others'
+        **({"segments": list(segments)} if len(segments) > 1 else {}),
+        # blocks are cut in memory order
+        "strides": [[stride for stride, size in zip(p.stride(), p.shape, strict=True) if size != 1] for p in slots],
+        "bucket_blocks": [bucket.blocks for bucket in layout.buckets] if layout is not None else [],
+        **optimizer._engine.rule.rank_layout(),
+    }
+
+
+def load_rank_state(optimizer: OnebitOptimizer, state: dict[str, Any]) -> None:
+    """See ``OnebitOptimizer.load_residual_state_dict()``."""
+    optimizer._engine.rule.check_rank_state(state)
+    mine, tensors = _rank_layout(optimizer), state["tensors"]
+    keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "preconditioned"]
+    if tensors:  # before its first step an optimizer has no blocks, and nothing to load
+        keys += ["numels", "segments", "strides", "bucket_blocks"]
+    for key in keys:
+        theirs, ours = state.get(key, False), mine.get(key, False)
+        if theirs != ours:
+            raise ValueError(
+                f"residual state has {key}={theirs!r}, this run has {ours!r}; residuals cannot be loaded as they are"
+                + remedy(key, theirs)
+            )
+    arenas = optimizer._engine.kept
+    with optimizer._engine.changing("load_residual_state_dict()"):
+        if "worker_residual" in tensors:
+            arenas.allocate_residuals()
+        for name, key in optimizer._engine.rule.arenas.items():
+            if optimizer._engine.rule.per_rank and key in tensors:  # nothing was saved before the first step
+                arenas.flat[name].copy_(tensors[key])
+        for residual, key in ((arenas.worker, "worker_residual"), (arenas.server, "server_residual")):
+            if residual is not None and key in tensors:
+                residual.settled().copy_(tensors[key])
+        optimizer._engine.rule.load_rank_state(tensors)

@@ -1,0 +1,402 @@
+"""One running step: what is known of it, and what it does. It is made when a step begins and dropped when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lightning_onebit.comm import Bucket, Control
+from lightning_onebit.comm.ranges import ranged
+from lightning_onebit.engine.codec import Codec, OneBit, Scales
+from lightning_onebit.engine.link import DENSE_LANE, PLAN_LANE, Link
+from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed
+from lightning_onebit.kernels.transfer import upload
+
+if TYPE_CHECKING:
+    from lightning_onebit.engine.late import Late
+    from lightning_onebit.engine.rule import Rule
+
+
+class Facts:
+    """What the numbers of a parameter depend on in a step: ``p["lr"]`` and the other hyperparameters of its group.
+
+    Attributes:
+        index: the parameter.
+        t: steps that it has made; this one is among them once it has been counted.
+        grad_scale: factor by which its gradient is clipped.
+    """
+
+    __slots__ = ("_group", "grad_scale", "index", "t")
+
+    def __init__(self, group: dict[str, Any], index: int, t: int, grad_scale: float) -> None:
+        self._group, self.index, self.t, self.grad_scale = group, index, t, grad_scale
+
+    def __getitem__(self, name: str) -> Any:
+        return self._group[name]
+
+
+#: a number of a parameter; a function of a module or a bound method, for tables are kept by it
+Number = Callable[[Facts], float]
+
+
+class Group:
+    """Some parameters of one group with averaged gradients, for a dense update; ``s["m"]`` lists their moments, ``s.of`` is the group.
+
+    Attributes:
+        indices: the parameters.
+        x: their fp32 weights.
+        g: their gradients.
+        t: steps that each has made before this one.
+    """
+
+    def __init__(self, step: Step, of: dict[str, Any], indices: list[int]) -> None:
+        self.step, self.kept, self.of, self.indices = step, step.kept, of, indices
+        self.x = [self.kept.weight(i) for i in indices]
+        self.g = [self.kept.grad(i) for i in indices]
+        self.t = [self.kept.t[i] for i in indices]
+
+    def __getitem__(self, name: str) -> list[Tensor]:
+        return [self.kept.moment(name, i) for i in self.indices]
+
+
+class Part:
+    """Blocks ``[lo, hi)`` of a bucket, as kernels take them; ``s["r"]`` is their part of an arena."""
+
+    def __init__(self, step: Step, bucket: Bucket, lo: int, hi: int) -> None:
+        self.step, self.blocks, self.lo, self.hi = step, bucket, lo, hi
+
+    @property
+    def kernels(self) -> KernelBackend:
+        """The kernels of the parameters' device."""
+        return self.step.kept.kernels
+
+    @property
+    def x(self) -> BoundSpans:
+        """fp32 weights of the bucket by span; None where a parameter sits the step out."""
+        return self.step.weights(self.blocks)
+
+    @property
+    def g(self) -> BoundSpans:
+        """Gradients of the bucket by span."""
+        return self.step.grads(self.blocks)
+
+    @property
+    def momentum(self) -> Tensor | Packed:
+        """The momentum as it travels."""
+        held = self.step.kept.momentum[self.blocks.index]
+        if isinstance(held, Packed):
+            rows = held.blocks_per_row
+            return held.narrow(self.lo // rows, (self.hi - self.lo) // rows)
+        return held[self.lo * self.blocks.block_size : self.hi * self.blocks.block_size]
+
+    def each(self, *numbers: Number) -> Tensor:
+        """fp32 ``(blocks,)``, a number of its parameter for each block, or ``(numbers, blocks)`` of several."""
+        table = self.step.table(*numbers)[self.blocks.index]
+        whole = self.lo == 0 and self.hi == self.blocks.blocks
+        return table if whole else table[..., self.lo : self.hi].contiguous()
+
+    def __getitem__(self, name: str) -> Tensor:
+        bucket, kept = self.blocks, self.step.kept
+        if kept.sharded:  # they hold these blocks and no others
+            start = bucket.first_block * bucket.block_size // kept.layout.ranks.ranks_per_node
+            return kept.flat[name][start : start + (self.hi - self.lo) * bucket.block_size]
+        return self.whole(name)[self.lo * bucket.block_size : self.hi * bucket.block_size]
+
+    def whole(self, name: str) -> Tensor:
+        """The part of an arena that belongs to the whole bucket."""
+        return self.blocks.slice(self.step.kept.flat[name])
+
+
+class Step:
+    """A step from its first backward to its end.
+
+    Attributes:
+        dense: whether it works on densely averaged gradients; decided once, since a schedule may change lr between backward and step;
+            None: not yet.
+        verdict: what all ranks know alike of its gradients; None: they have not asked yet.
+        clipped: what the verdict was asked for was clipping.
+        averaged_elsewhere: somebody else has averaged the gradients of a dense step.
+        grad_scale: factor by which gradients are clipped.
+        active: by parameter, whether it takes part.
+        trusted: nobody looks at the gradients that are exchanged before they come back.
+    """
+
+    def __init__(self, rule: Rule, link: Link, late: Late, scales: Scales) -> None:
+        self.rule, self.kept, self.link, self.late, self.scales = rule, rule.kept, link, late, scales
+        self.dense: bool | None = None
+        self.grad_scale = 1.0
+        self.active: list[bool] = []
+        self.trusted = False
+        self.forget_gradients()
+        self.forget_numbers()
+
+    def forget_gradients(self) -> None:
+        """Another backward follows, or gradients are dropped: what is known of them holds no more."""
+        # by the reducer's parameters, whether some rank had a gradient
+        self._present: list[bool] | None = None
+        self.verdict: Control | None = None
+        self.clipped = False
+        self.averaged_elsewhere = False
+
+    # ----- gradients ---------------------------------------------------------------------------------------------------
+
+    @property
+    def averaged(self) -> list[int]:
+        """Parameters whose gradients it averages densely."""
+        return self.kept.layout.known if self.dense else self.kept.layout.dense
+
+    def select_lanes(self) -> None:
+        """Tells the reducer what to average: everything, or ``compress=False`` groups only."""
+        self.link.select(*((PLAN_LANE, DENSE_LANE) if self.dense else (DENSE_LANE,)))
+
+    def needs_average(self) -> bool:
+        """Whether gradients have yet to be averaged."""
+        reducer = self.link.reducer
+        if reducer is None or (self._present is not None and not reducer.stale):
+            return False
+        self.averaged_elsewhere = self.averaged_elsewhere and bool(self.dense) and not reducer.stale
+        return not self.averaged_elsewhere
+
+    def average(self) -> None:
+        """Makes ``.grad`` the average over ranks wherever it is needed so."""
+        self.select_lanes()
+        assert self.link.reducer is not None
+        self._present = self.link.reducer.finish()
+
+    def average_exchanged(self) -> None:
+        """Averages densely what was to be exchanged, clipped."""
+        reducer, kept = self.link.reducer, self.kept
+        if reducer is not None:
+            self.link.select(PLAN_LANE)
+            reducer.finish()
+        grads = [g for i in kept.layout.slots if self.active[i] and (g := kept.layout.params[i].grad) is not None]
+        if self.grad_scale != 1.0 and grads:
+            torch._foreach_mul_(grads, self.grad_scale)
+
+    @ranged("control")
+    def judge(self, *, norm: bool) -> Control:
+        """Finiteness and presence of its gradients, alike on all ranks, and their norm if asked for."""
+        kept, link, params = self.kept, self.link, self.kept.layout.params
+        present = [p.grad is not None for p in params]
+        finite = torch.tensor(True)
+        if link.reducer is not None and not self.averaged_elsewhere:
+            finite = link.reducer.finite()
+        if self._present is not None:
+            for i in self.averaged:
+                present[i] = link.present(i, self._present)
+        local = [i for i in kept.layout.known if params[i].grad is not None]
+        shared = set(self.averaged) if link.reducer is not None else set()
+        self.trusted = self.trusted and not norm
+        unseen = kept.layout.slot_of.keys() - kept.cold - kept.late.keys() if self.trusted else ()
+        own = [g for i in local if i not in shared and i not in unseen and (g := params[i].grad) is not None]
+        common = [g for i in local if i in shared and (g := params[i].grad) is not None]
+        squares, bad = kept.kernels.grad_stats(own).tolist() if own else (0.0, 0)
+        bad += not bool(finite)
+        if self.averaged_elsewhere and common:
+            bad += kept.kernels.grad_stats(common)[1].item()
+        present += self._not_zero(self.rule.unheard())
+        if link.ranks.size > 1 and not self.dense:
+            control = link.control_round(kept.steps + 1, squares, int(bad), present, kept.device)
+        else:
+            control = Control(squares, bad == 0, tuple(present), 1)
+        if common and norm:
+            # averaged gradients are the same on every rank and count once
+            square = kept.kernels.grad_stats(common)[0].item()
+            control = replace(control, sum_squares=control.sum_squares + square * control.ranks)
+        return control
+
+    def _not_zero(self, indices: Sequence[int]) -> list[bool]:
+        """Which of some parameters have a gradient on this rank that is not zero everywhere."""
+        grads = {i: grad for i in indices if (grad := self.kept.layout.params[i].grad) is not None}
+        if not grads:
+            return [False] * len(indices)
+        seen = dict(zip(grads, torch.stack([grad.any() for grad in grads.values()]).tolist(), strict=True))
+        return [seen.get(i, False) for i in indices]
+
+    def hear(self, verdict: Control) -> None:
+        """Takes note, on all ranks alike, of the first gradients of parameters that had none so far."""
+        heard = verdict.present[len(self.kept.layout.params) :]
+        if any(heard):
+            unheard = self.rule.unheard()
+            self.rule.first_gradients(self, [i for i, here in zip(unheard, heard, strict=True) if here])
+
+    def clip(self, verdict: Control, limit: float | None) -> None:
+        """Clips by the global norm, unless that has been done."""
+        if limit is None or self.clipped:
+            return
+        factor = min(1.0, limit / (verdict.norm + 1e-6))
+        if factor == 1.0:
+            return
+        averaged = [g for i in self.averaged if (g := self.kept.layout.params[i].grad) is not None]
+        if averaged:
+            torch._foreach_mul_(averaged, factor)
+        # local gradients are not touched: the factor goes into what is sent
+        self.grad_scale = factor
+
+    # ----- the step itself ---------------------------------------------------------------------------------------------
+
+    def make(self, verdict: Control) -> None:
+        """Makes the step on gradients that ranks have agreed on; decides anew whether it was dense."""
+        self.hear(verdict)
+        if self.dense:
+            self.rule.step_dense(self, [i for i in self.kept.layout.known if self.active[i]])
+            return
+        members = self.late.average(self, verdict)
+        self.dense = self.rule.step_compressed(self)
+        self.late.step(self, members)
+
+    def make_early(self, codec: OneBit) -> None:
+        """The rest of a step whose exchange began in backward: what never landed counts as zero; then apply.
+
+        Raises:
+            FloatingPointError: a gradient was not finite; what has been sent cannot be skipped.
+        """
+        kept = self.kept
+        if (bad := self.scales.first_bad(codec.arrived)) is not None:
+            raise FloatingPointError(
+                f"step {kept.steps + 1}: a gradient of some rank that is not finite, or whose square overflows fp32, has entered the "
+                f"exchange (bucket {bad.index}). With overlap='backward' gradients leave before all of them can be checked, so the step "
+                "cannot be skipped; resume from the last checkpoint with overlap='step'"
+            )
+        self.trusted = True  # the scales have told of what was compressed
+        asks = (kept.layout.dense and self.link.reducer is not None) or kept.late or self.rule.unheard()
+        verdict = self.judge(norm=False) if asks else None
+        if verdict is not None and not verdict.finite:
+            raise FloatingPointError(
+                f"step {kept.steps + 1}: a gradient that is averaged densely was not finite on at least one rank. With "
+                "overlap='backward' the others have been sent, so the step cannot be skipped; resume from the last checkpoint "
+                "with overlap='step'"
+            )
+        members: list[int] = []
+        if verdict is not None:
+            self.hear(verdict)
+            members = self.late.average(self, verdict)
+        kept.end_adopting()
+        stepped = [i for i in kept.layout.slots if self.active[i]]
+        self.count(stepped)
+        with self.link.ledger.compressing("apply"):
+            codec.end()
+        kept.publish(stepped)
+        self.update([i for i in kept.layout.dense if verdict is None or verdict.present[i]])
+        self.late.step(self, members)
+
+    # ----- what a step is made of --------------------------------------------------------------------------------------
+
+    @ranged("apply")
+    def update(self, indices: list[int]) -> None:
+        """Steps some parameters on averaged gradients by the dense rule."""
+        for group, members in self.kept.layout.by_group(indices):
+            self.rule.dense(Group(self, self.kept.groups[group], members))
+        self.kept.publish(indices)
+        self.count(indices)
+
+    def count(self, indices: Iterable[int]) -> None:
+        """Counts a step of some parameters; numbers that are known already may depend on it."""
+        for i in indices:
+            self.kept.t[i] += 1
+        self.forget_numbers()
+
+    def exchange_all(self) -> None:
+        """Exchanges and applies, then a dense update of ``compress=False`` groups."""
+        stepped = [i for i in self.kept.layout.slots if self.active[i]]
+        self.count(stepped)
+        self.exchange()
+        self.kept.publish(stepped)
+        self.update_dense_groups()
+
+    def update_dense_groups(self) -> None:
+        """A dense update of ``compress=False`` groups."""
+        self.update([i for i in self.kept.layout.dense if self.active[i]])
+
+    def exchange(self, codec: Codec | None = None) -> None:
+        """Exchanges all buckets that hold an active parameter; the others' parameters stay as they are."""
+        codec = codec or self.rule.codec(self)
+        assert self.link.exchange is not None
+        active = [self.active[i] for i in self.kept.layout.slots]
+        idle = {slot for slot, takes_part in enumerate(active) if not takes_part}
+        buckets = [b for b in self.kept.layout.buckets if not b.params <= idle]
+        codec.protect(buckets, active)
+        self.forget_numbers()
+        for bucket in buckets:
+            codec.look_up(bucket)
+        self.link.exchange.run(buckets, codec)
+        codec.end()
+        self.forget_numbers()
+        self.scales.check(codec.arrived, self.kept.steps + 1, trusted=self.trusted)
+
+    # ----- what is looked up once --------------------------------------------------------------------------------------
+
+    def forget_numbers(self) -> None:
+        """Numbers of parameters, or who is active, may be others from here on."""
+        self._weights: dict[int, BoundSpans] = {}
+        self._grads: dict[int, BoundSpans] = {}
+        self._tables: dict[tuple[Number, ...], Sequence[Tensor]] = {}
+        # a parameter of each kind, and for each slot the position of its kind there
+        self._kinds: tuple[list[Facts], list[int]] | None = None
+
+    def part(self, bucket: Bucket, lo: int, hi: int) -> Part:
+        """Blocks ``[lo, hi)`` of a bucket."""
+        return Part(self, bucket, lo, hi)
+
+    def parts(self) -> list[Part]:
+        """All buckets."""
+        return [self.part(bucket, 0, bucket.blocks) for bucket in self.kept.layout.buckets]
+
+    def weights(self, bucket: Bucket) -> BoundSpans:
+        """fp32 weights of active parameters by span."""
+        known = self._weights.get(bucket.index)
+        if known is None:
+            known = self._weights[bucket.index] = self.kept.bind_weights(bucket, self.active)
+        return known
+
+    def grads(self, bucket: Bucket) -> BoundSpans:
+        """Gradients by span."""
+        known = self._grads.get(bucket.index)
+        if known is None:
+            known = self._grads[bucket.index] = self.kept.bind_grads(bucket)
+        return known
+
+    def facts(self, index: int) -> Facts:
+        """What the numbers of a parameter depend on."""
+        return Facts(self.kept.group(index), index, self.kept.t[index], self.grad_scale)
+
+    def _sorted_kinds(self) -> tuple[list[Facts], list[int]]:
+        if self._kinds is None:
+            kept, rule = self.kept, self.rule
+            group_of, t = kept.layout.group_of, kept.t
+            kinds = [(group_of[i], t[i], rule.kind(i)) for i in kept.layout.slots]
+            examples = dict(zip(kinds, kept.layout.slots, strict=True))
+            place = {kind: k for k, kind in enumerate(examples)}
+            self._kinds = [self.facts(i) for i in examples.values()], [place[kind] for kind in kinds]
+        return self._kinds
+
+    def by_slot(self, number: Number) -> list[float]:
+        """A number of each exchanged parameter; asked for once for each kind."""
+        examples, place = self._sorted_kinds()
+        values = [number(p) for p in examples]
+        return [values[k] for k in place]
+
+    def table(self, *numbers: Number) -> Sequence[Tensor]:
+        """By bucket, fp32 ``(blocks,)`` of one number of parameters, ``(numbers, blocks)`` of several; made for all buckets at once."""
+        tables = self._tables.get(numbers)
+        if tables is None:
+            examples, place = self._sorted_kinds()
+            rows = []
+            for number in numbers:
+                values = [number(p) for p in examples]
+                rows.append(self.spread(values if len(values) == 1 else [values[k] for k in place]))
+            table = rows[0] if len(rows) == 1 else torch.stack(rows)
+            parts = table.split([b.blocks for b in self.kept.layout.buckets], dim=-1)
+            tables = self._tables[numbers] = [part.contiguous() for part in parts]
+        return tables
+
+    def spread(self, values: Sequence[float]) -> Tensor:
+        """fp32 ``(blocks,)``, over all buckets, from a value per slot (or one for all)."""
+        plan, device = self.kept.layout.plan, self.kept.device
+        if len(distinct := set(values)) == 1:
+            return torch.full((plan.blocks,), distinct.pop(), dtype=torch.float32, device=device)
+        return upload(values, device, torch.float32)[plan.block_param]
