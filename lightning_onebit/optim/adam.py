@@ -10,6 +10,7 @@ from lightning_onebit._choices import Backend, Overlap, RefreshRule, StateDtype
 from lightning_onebit.comm import Bucket
 from lightning_onebit.kernels import Packed
 from lightning_onebit.optim.options import CommonOptions, check_flag
+from lightning_onebit.optim.policies import Rounds, VariancePolicy
 from lightning_onebit.optim.refresh import CompressingAdam
 
 
@@ -133,6 +134,12 @@ class OnebitAdam(CompressingAdam):
                 "refresh": refresh,
             },
         )
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        """See the base; refreshes are dense."""
+        dense = freeze_step + VariancePolicy().count(freeze_step, steps)
+        return Rounds(dense, steps - dense)
 
     def _apply(self, bucket: Bucket, packed: Packed) -> None:
         decay = self._by_block("decay", bucket, self._decay)

@@ -40,6 +40,7 @@ from lightning_onebit.kernels.transfer import Download
 from lightning_onebit.optim.agreement import AGREE_EVERY
 from lightning_onebit.optim.arena import DENSE_LANE, PLAN_LANE, Coefficients, Lookups, Phase
 from lightning_onebit.optim.options import CommonOptions, check_number
+from lightning_onebit.optim.policies import Rounds
 from lightning_onebit.optim.state import StatefulOptimizer
 from lightning_onebit.optim.torn import signals_held
 
@@ -80,6 +81,15 @@ class OnebitOptimizer(StatefulOptimizer):
 
     #: whether ranks take steps of their own between synchronisations
     local_steps: ClassVar[bool] = False
+    #: bytes per element that a compressed step moves through memory, apart from packed bits: statistics read g; the worker reads g, reads
+    #: and writes e; the server d (an n-th); applying reads and writes x, reads denominators
+    STEP_BYTES: ClassVar[float] = 28.5
+    #: the same of a step without an exchange
+    SILENT_STEP_BYTES: ClassVar[float] = 0.0
+    #: whether the exchange sends a scale with each block
+    SENDS_SCALES: ClassVar[bool] = True
+    #: options under which every step after the first is an exchange
+    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1}
     # whether it begins with a stage in which all steps are dense, to which it can go back
     _has_dense_warm_up: ClassVar[bool] = False
     # whether a non-finite gradient of any rank shows in the scales that all ranks receive, in the same step
@@ -154,6 +164,17 @@ class OnebitOptimizer(StatefulOptimizer):
     def dense_steps_after_freeze(self, freeze_step: int, steps: int) -> int:
         """How many steps of a run of ``steps`` that freezes after ``freeze_step`` average gradients densely all the same."""
         return 0
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        """What the steps of a run send, without running it (lr constant).
+
+        Args:
+            steps: of the run.
+            freeze_step: last step of the warm-up, at most ``steps``; 0 for an algorithm without one.
+            **schedule: those options of the algorithm that shape its schedule.
+        """
+        return Rounds(freeze_step, steps - freeze_step)
 
     @torch.inference_mode(False)  # what is laid out in a validation's hook is changed by steps to come
     @torch.no_grad()

@@ -18,6 +18,7 @@ from lightning_onebit.kernels.reference import pack_bits, unpack_bits
 from lightning_onebit.optim.arena import Phase
 from lightning_onebit.optim.base import OnebitOptimizer
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_number
+from lightning_onebit.optim.policies import Rounds
 
 log = logging.getLogger("lightning_onebit")
 
@@ -90,6 +91,9 @@ class BinSGDM(OnebitOptimizer):
     algorithm = "binsgdm"
     _reads_plain_adam = False
     _scales_tell = False  # there are none
+    STEP_BYTES = 32.0  # reads and writes m, a and x, reads g twice
+    SENDS_SCALES = False
+    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {}
     # of compress=False groups; elsewhere m and a differ by rank (see _rank_state)
     _replicated: ClassVar[dict[str, str]] = {"momentum": "m", "magnitude": "a"}
 
@@ -151,6 +155,11 @@ class BinSGDM(OnebitOptimizer):
             },
         )
         self._phase = Phase.COMPRESSED
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        """See the base; bitmaps are merged at t = 1, 2, 4, ..."""
+        return Rounds(0, steps, bitmaps=steps.bit_length())
 
     def freeze(self) -> None:
         """Raises ``RuntimeError``: BinSGDM has no warm-up."""

@@ -77,6 +77,7 @@ class OnebitLamb(LateParameters):
     """
 
     algorithm = "onebit_lamb"
+    STEP_BYTES = 44.5  # a pass before reads x and denominators, reads and writes vfresh
     _replicated: ClassVar[dict[str, str]] = {**LateParameters._replicated, "exp_avg_sq_fresh": "fresh"}
 
     def __init__(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lightning_onebit._choices import LocalStepPolicy, choices
 from lightning_onebit.optim.options import check_integer
@@ -265,6 +265,22 @@ def make_sync_policy(name: str, *, scaler: int, clipper: int) -> _SyncBase:
     check_integer("local_step_scaler", scaler, least=1)
     check_integer("local_step_clipper", clipper, least=1)
     return IntervalPolicy(clipper, scaler=scaler) if name == "interval" else LearningRatePolicy(clipper)
+
+
+class Rounds(NamedTuple):
+    """How many steps of a run send what.
+
+    Attributes:
+        dense: averages of gradients.
+        one_bit: exchanges.
+        silent: no data at all.
+        bitmaps: exchanges with which bitmaps of live coordinates are merged as well (BinSGDM).
+    """
+
+    dense: int
+    one_bit: int
+    silent: int = 0
+    bitmaps: int = 0
 
 
 def replay_schedule(

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,13 @@ from lightning_onebit.kernels.transfer import upload
 from lightning_onebit.optim.arena import PLAN_LANE, Coefficients, Phase
 from lightning_onebit.optim.masters import adopt_, adopted
 from lightning_onebit.optim.options import CommonOptions, check_choice, check_flag, check_integer
-from lightning_onebit.optim.policies import LOCAL_STEP_POLICIES, make_sync_policy
+from lightning_onebit.optim.policies import (
+    LOCAL_STEP_POLICIES,
+    IntervalPolicy,
+    Rounds,
+    make_sync_policy,
+    replay_schedule,
+)
 from lightning_onebit.optim.refresh import RefreshingAdam
 from lightning_onebit.optim.rules import compression_noise
 
@@ -119,6 +125,8 @@ class ZeroOneAdam(RefreshingAdam):
 
     algorithm = "zero_one_adam"
     local_steps = True
+    SILENT_STEP_BYTES = 32.0  # reads and writes m, u and x, reads g and denominators
+    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"var_freeze_step": 1, "local_step_clipper": 1}
     _scales_tell = False  # a step between synchronisations sends none
     # in it, refreshes are few and grow rarer
     _has_dense_warm_up = False
@@ -217,6 +225,13 @@ class ZeroOneAdam(RefreshingAdam):
         )
 
     # ----- what users see ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        """See the base; takes ``var_update_scaler``, ``local_step_scaler`` and ``local_step_clipper``."""
+        policy = IntervalPolicy(schedule["local_step_clipper"], scaler=schedule["local_step_scaler"])
+        scaler = schedule["var_update_scaler"]
+        return Rounds(**replay_schedule(steps, var_freeze_step=freeze_step, var_update_scaler=scaler, policy=policy))
 
     @property
     def freeze_step(self) -> int | None:
