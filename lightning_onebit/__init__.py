@@ -15,8 +15,8 @@ from lightning_onebit import _trees  # first: it remembers which Lightning tree 
 from lightning_onebit.algorithms import BinSGDM, LambCoefficients, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, Phase, TornStep
-from lightning_onebit.migration import Migration, from_deepspeed_config
-from lightning_onebit.registry import available_strategies
+from lightning_onebit.registry import available_strategies, register_algorithm
+from lightning_onebit.tools.migration import Migration, from_deepspeed_config
 
 if TYPE_CHECKING:
     from lightning_onebit import callbacks
@@ -42,6 +42,7 @@ __all__ = [
     "ZeroOneAdam",
     "available_strategies",
     "from_deepspeed_config",
+    "register_algorithm",
 ]
 if _trees.installed_trees():
     __all__ += ["OnebitStrategy", "callbacks"]

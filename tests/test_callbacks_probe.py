@@ -15,9 +15,11 @@ from harness import run_ranks
 
 import lightning_onebit.callbacks.probe as probe
 from lightning_onebit.algorithms import BinSGDM, OnebitAdam
-from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks.probe import LinkProbeMixin, LinkReport
-from lightning_onebit.planner import Cluster, Job, exchange_of
+from lightning_onebit.engine import ExchangeOptions
+from lightning_onebit.tools.bench import LinkMeasurement, measure_link
+from lightning_onebit.tools.cluster import Cluster, Job
+from lightning_onebit.tools.plan import exchange_of
 
 
 class _Said:
@@ -166,24 +168,18 @@ def test_watching_ends_where_compression_begins_and_can_be_turned_off(
         (
             lambda p: OnebitAdam(
                 p,
-                block_size=64,
-                bucket_mb=2.0,
-                kernels="reference",
-                residual_dtype="bfloat16",
-                denominator_dtype="bfloat16",
+                exchange=ExchangeOptions(
+                    block_size=64, bucket_mb=2.0, kernels="reference", state_dtype="bfloat16", overlap="backward"
+                ),
             ),
             {
                 "algorithm": "onebit_adam",
-                "block_size": 64,
-                "bucket_mb": 2.0,
-                "kernels": "reference",
-                "residual_dtype": "bfloat16",
-                "denominator_dtype": "bfloat16",
+                "exchange": ExchangeOptions(block_size=64, bucket_mb=2.0, kernels="reference", state_dtype="bfloat16"),
             },
         ),
         (
-            lambda p: BinSGDM(p, block_size=32),
-            {"algorithm": "binsgdm", "block_size": 32, "bucket_mb": 16.0, "kernels": "auto"},
+            lambda p: BinSGDM(p, exchange=ExchangeOptions(block_size=32)),
+            {"algorithm": "binsgdm", "exchange": ExchangeOptions(block_size=32, bucket_mb=16.0)},
         ),
     ],
     ids=["onebit_adam", "binsgdm"],
@@ -211,7 +207,11 @@ def test_the_probe_makes_the_steps_that_training_makes(
 def _measured_in_nodes(rank: int, world: int, algorithm: str) -> Any:
     before = len(dist.distributed_c10d._world.pg_map)
     found = measure_link(
-        5000, repeats=1, ranks_per_node=2, algorithm=algorithm, kernels="reference", block_size=32, bucket_mb=0.005
+        5000,
+        repeats=1,
+        ranks_per_node=2,
+        algorithm=algorithm,
+        exchange=ExchangeOptions(kernels="reference", block_size=32, bucket_mb=0.005),
     )
     assert len(dist.distributed_c10d._world.pg_map) == before, "groups of nodes are given back"
     return found.exchange_bytes
@@ -220,8 +220,8 @@ def _measured_in_nodes(rank: int, world: int, algorithm: str) -> Any:
 @pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm"])
 def test_a_hierarchical_exchange_of_every_algorithm_is_measured(algorithm: str) -> None:
     job = Job(params=5000, compute=0.0, block_size=32, bucket_mb=0.005)
-    expected = exchange_of(Cluster(gpus=4, gpus_per_node=2, bandwidth=1e9), job, algorithm, hierarchical=True)
-    sent = sum(collective.sent for collective in expected)
+    expected = exchange_of(Cluster(gpus=4, gpus_per_node=2, bandwidth=1e9), job, algorithm, "hierarchical")
+    sent = sum(times * collective.sent for times, bucket in expected for collective in bucket)
     found = run_ranks(_measured_in_nodes, 4, algorithm)
     if algorithm == "binsgdm":  # the last step measured merges its bitmap too (t = 4)
         assert found[0] > sent

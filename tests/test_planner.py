@@ -9,16 +9,18 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_support import CLASSES
 
-from lightning_onebit import _console, bench, planner
-from lightning_onebit.algorithms import OnebitAdam, OnebitLamb
+from lightning_onebit import _text
+from lightning_onebit._text import format_bits, format_seconds
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam, OnebitLamb, schedules
 from lightning_onebit.algorithms.schedules import IntervalPolicy, replay_schedule
 from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import (
@@ -30,7 +32,12 @@ from lightning_onebit.comm import (
     plan_buckets,
     ring_bytes,
 )
-from lightning_onebit.planner import (
+from lightning_onebit.engine import ExchangeOptions
+from lightning_onebit.engine.rule import Rounds
+from lightning_onebit.registry import ALGORITHMS, Algorithm
+from lightning_onebit.tools import bench
+from lightning_onebit.tools import plan as planner
+from lightning_onebit.tools.plan import (
     ADAMW_BYTES,
     DENSE,
     Cluster,
@@ -38,13 +45,10 @@ from lightning_onebit.planner import (
     break_even_bandwidth,
     exchange_of,
     fit_compute,
-    format_bits,
-    format_seconds,
     plan,
     plot,
     predict,
 )
-from lightning_onebit.registry import ALGORITHMS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -64,18 +68,14 @@ IDEAL = {
 
 # ----- bytes: one source ---------------------------------------------------------------------------------------------------
 
+SMALL = ExchangeOptions(block_size=32, bucket_mb=0.001, kernels="reference")
 SHAPES = ((5, 33), (7,), (0,), (1,), (3, 165))
-SOON: dict[str, dict[str, Any]] = {
-    "onebit_adam": {"freeze_step": 1},
-    "onebit_lamb": {"freeze_step": 1},
-    "zero_one_adam": {"var_freeze_step": 1, "local_step_clipper": 1},
-    "binsgdm": {},
-}
 
 
 def _last_step(group: SimulatedGroup, algorithm: str, ranks_per_node: int) -> Any:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-    optimizer = CLASSES[algorithm](parameters, block_size=32, bucket_mb=0.001, kernels="reference", **SOON[algorithm])
+    made = CLASSES[algorithm]
+    optimizer = made(parameters, exchange=SMALL, **made.EXCHANGES_SOON)
     optimizer.configure_communication(group, ranks_per_node=ranks_per_node)  # type: ignore[arg-type]
     for _ in range(3):  # BinSGDM merges its bitmaps at t = 1, 2 and 4
         for p in parameters:
@@ -94,7 +94,8 @@ def test_predicted_bytes_and_collectives_are_those_of_a_real_step(
     record = world.run(_last_step, algorithm, ranks_per_node)[0]
     cluster = Cluster(gpus=ranks, gpus_per_node=ranks_per_node, bandwidth=1e9)
     job = Job(params=[math.prod(s) for s in SHAPES], compute=1.0, block_size=32, bucket_mb=0.001)
-    expected = exchange_of(cluster, job, algorithm, hierarchical=ranks_per_node > 1)
+    buckets = exchange_of(cluster, job, algorithm, "hierarchical" if ranks_per_node > 1 else "flat")
+    expected = [collective for times, bucket in buckets for collective in times * bucket]
     assert sum(c.sent for c in expected if c.link == "inter") == record.bytes_inter > 0
     assert sum(c.sent for c in expected if c.link == "intra") == record.bytes_intra
     assert len(expected) == record.collectives
@@ -140,13 +141,14 @@ def test_buckets_are_those_that_the_optimizer_plans(
         device=torch.device("meta"),
     )
     blocks = [bucket.blocks for bucket in real.buckets]
-    assert exchange_of(cluster, job, "onebit_adam") == list(exchange_collectives(blocks, block_size, ranks))
+    planned = [one for times, bucket in exchange_of(cluster, job, "onebit_adam") for one in times * bucket]
+    assert planned == list(exchange_collectives(blocks, block_size, ranks))
 
 
 @pytest.mark.parametrize("bucket_mb", [1e-9, 1e-3, 1e6])
 def test_buckets_of_any_size_are_planned(bucket_mb: float) -> None:
     """A bucket holds a block at least, as with the optimizer, which accepts such a number too, and the whole model at most."""
-    OnebitAdam([torch.nn.Parameter(torch.zeros(3))], bucket_mb=bucket_mb)
+    OnebitAdam([torch.nn.Parameter(torch.zeros(3))], exchange=ExchangeOptions(bucket_mb=bucket_mb))
     report = plan(NETWORK, replace(BERT, bucket_mb=bucket_mb))
     block = plan(NETWORK, replace(BERT, bucket_mb=2048 * 4 / 2**20))
     whole = plan(NETWORK, replace(BERT, bucket_mb=2000))
@@ -161,7 +163,7 @@ def test_buckets_of_any_size_are_planned(bucket_mb: float) -> None:
 
 def _bytes_of_a_run(group: SimulatedGroup, ranks_per_node: int, steps: int) -> int:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-    optimizer = CLASSES["binsgdm"](parameters, block_size=32, bucket_mb=0.001, kernels="reference")
+    optimizer = CLASSES["binsgdm"](parameters, exchange=SMALL)
     optimizer.configure_communication(group, ranks_per_node=ranks_per_node)  # type: ignore[arg-type]
     for _ in range(steps):
         for p in parameters:
@@ -232,10 +234,10 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
         if p.name == "binsgdm":
             assert p.dense_share == 0.0 and p.mean_seconds == pytest.approx(p.step_seconds, rel=0.01)
     # 0/1 Adam with the constants of its paper, and 58 refreshes after the freeze: 211 dense rounds, 74,169 one-bit ones
-    job = replace(BERT, steps=152_511, warmup=12_500 / 152_511, local_step_scaler=32_678)
+    job = replace(BERT, steps=152_511, warmup=12_500 / 152_511, local_steps=LocalSteps(double_every=32_678))
     found = predict(NETWORK, job, "zero_one_adam")
     assert found.dense_share == pytest.approx(211 / 152_511)
-    every = replace(job, local_step_scaler=None, local_step_clipper=1)
+    every = replace(job, local_steps=LocalSteps(max_gap=1))
     spoken = found.node_bytes / predict(NETWORK, every, "zero_one_adam").node_bytes
     assert spoken == pytest.approx(74_169 / 152_300)
     assert found.step_seconds < predict(NETWORK, every, "zero_one_adam").step_seconds
@@ -245,7 +247,7 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
 def test_refreshes_are_counted_as_the_optimizer_makes_them(algorithm: str) -> None:
     p = torch.nn.Parameter(torch.zeros(40))
     made = {"onebit_adam": OnebitAdam, "onebit_lamb": OnebitLamb}[algorithm]
-    optimizer = made([p], freeze_step=6, force_compression=True, block_size=32)
+    optimizer = made([p], freeze_step=6, exchange=ExchangeOptions(_alone=True, block_size=32))
     for _ in range(60):
         p.grad = torch.ones(40)
         optimizer.step()
@@ -259,8 +261,8 @@ def test_refreshes_are_counted_as_the_optimizer_makes_them(algorithm: str) -> No
 def test_rounds_of_0_1_adam_are_counted_as_the_optimizer_makes_them(refresh: str) -> None:
     """With synchronisations that come early for refreshes."""
     p = torch.nn.Parameter(torch.zeros(40))
-    schedule = {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 4, "local_step_clipper": 4}
-    optimizer = ZeroOneAdam([p], force_compression=True, block_size=32, refresh=refresh, **schedule)  # type: ignore[arg-type]
+    local_steps, exchange = LocalSteps(max_gap=4, double_every=4), ExchangeOptions(_alone=True, block_size=32)
+    optimizer = ZeroOneAdam([p], freeze_step=8, refresh=refresh, local_steps=local_steps, exchange=exchange)
     counts = {"dense": 0, "one_bit": 0, "silent": 0}
     for _ in range(60):
         p.grad = torch.ones(40)
@@ -269,10 +271,10 @@ def test_rounds_of_0_1_adam_are_counted_as_the_optimizer_makes_them(refresh: str
         assert last is not None
         counts["dense" if last.dense else "silent" if optimizer.mid_local else "one_bit"] += 1
     policy = IntervalPolicy(4, scaler=4)
-    found = replay_schedule(60, var_freeze_step=8, var_update_scaler=2, policy=policy, refresh=refresh == "auto")
+    found = replay_schedule(60, freeze_step=8, policy=policy, refresh=refresh == "auto")
     assert found == counts and counts["silent"] > 5
     if refresh == "auto":
-        job = replace(BERT, steps=60, warmup=8 / 60, var_update_scaler=2, local_step_scaler=4, local_step_clipper=4)
+        job = replace(BERT, steps=60, warmup=8 / 60, local_steps=local_steps)
         assert predict(NETWORK, job, "zero_one_adam").dense_share == counts["dense"] / 60
 
 
@@ -281,11 +283,9 @@ def test_rounds_of_0_1_adam_are_counted_as_the_optimizer_makes_them(refresh: str
 @pytest.mark.parametrize("algorithm", list(CLASSES))
 def test_short_runs_are_counted_as_the_optimizers_make_them(algorithm: str, warmup: float, steps: int) -> None:
     """Whatever the share rounds to, the first step of a run with a warm-up is dense: there is no freeze_step of 0."""
-    name = {"zero_one_adam": "var_freeze_step", "binsgdm": None}.get(algorithm, "freeze_step")
+    schedule = {} if algorithm == "binsgdm" else {"freeze_step": max(1, round(warmup * steps))}
     p = torch.nn.Parameter(torch.zeros(40))
-    optimizer = CLASSES[algorithm](
-        [p], force_compression=True, block_size=32, **({name: max(1, round(warmup * steps))} if name else {})
-    )
+    optimizer = CLASSES[algorithm]([p], exchange=ExchangeOptions(_alone=True, block_size=32), **schedule)
     for _ in range(steps):
         p.grad = torch.ones(40)
         optimizer.step()
@@ -308,9 +308,9 @@ def test_fitting_compute_recovers_what_the_model_was_given() -> None:
     assert fit_compute(measured) == pytest.approx(BERT.compute, rel=1e-4)
     assert fit_compute([(NETWORK, BERT, "dense_fp32", 1e-3)]) == pytest.approx(0.0, abs=1e-6)
     # an option of one of the algorithms that are measured with a job does not concern the others
-    local = replace(BERT, local_step_scaler=500)
+    local = replace(BERT, local_steps=LocalSteps(double_every=500))
     mixed = [(NETWORK, local, name, seconds) for _, _, name, seconds in measured]
-    with pytest.raises(ValueError, match="local_step_scaler=500 has no effect"):
+    with pytest.raises(ValueError, match=r"local_steps=.*500\) has no effect"):
         fit_compute(mixed)
     silent = next(
         p.step_seconds
@@ -336,9 +336,9 @@ def test_fitting_compute_recovers_what_the_model_was_given() -> None:
                 *("make_sync_policy", "replay_schedule"),
             ),
         ),
-        (_console, ("format_figure",)),
+        (_text, ("format_figure", "format_table")),
     ],
-    ids=["planner", "bench", "policies", "_console"],
+    ids=["planner", "bench", "policies", "_text"],
 )
 def test_examples_in_docstrings_run(
     module: Any, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +353,35 @@ def test_examples_in_docstrings_run(
     for test in tests.values():
         doctest.DocTestRunner().run(test, out=said.append)
     assert not said, "".join(said)
+
+
+class Fifth(OnebitAdam):
+    """An algorithm of somebody else's."""
+
+    algorithm = "fifth"
+    STEP_BYTES = 40.0
+    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1, "refresh": "never"}
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        return Rounds(2 * freeze_step, steps - 2 * freeze_step)
+
+
+def test_an_algorithm_that_is_registered_is_planned_and_measured_by_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ALGORITHMS, "fifth", Algorithm("fifth", "Fifth", Fifth))
+    assert "Fifth, hierarchical" in plan(NETWORK, BERT).table()
+    found, adam = (predict(NETWORK, BERT, name) for name in ("fifth", "onebit_adam"))
+    assert found.dense_share == 0.4
+    slower = BERT.elements * (40 - OnebitAdam.STEP_BYTES) / NETWORK.memory_bandwidth
+    assert found.step_seconds - adam.step_seconds == pytest.approx(slower)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert bench.measure_link(1000, repeats=1, exchange=SMALL, algorithm="fifth").local_seconds > 0
+    finally:
+        dist.destroy_process_group()
 
 
 # ----- what it says --------------------------------------------------------------------------------------------------------
@@ -506,12 +535,6 @@ def test_a_plot_takes_any_iterable_of_algorithms_and_nodes_of_any_size(
         (Job, {"params": 10.5, "compute": 1}, TypeError, "params"),
         (Job, {"params": 10, "compute": -1}, ValueError, "compute=-1"),
         (Job, {"params": 10, "compute": 1, "warmup": 1.5}, ValueError, "warmup=1.5"),
-        (
-            Job,
-            {"params": 10, "compute": 1, "local_step_scaler": 50, "local_step_clipper": 1},
-            ValueError,
-            "local_step_scaler=50 has no effect with local_step_clipper=1",
-        ),
         (Job, {"params": 10, "compute": 1, "gradient_bytes": 8}, ValueError, "gradient_bytes=8"),
         (Job, {"params": 10, "compute": 1, "block_size": 33}, ValueError, "block_size=33"),
         (Job, {"params": 10, "compute": 1, "overlap": "never"}, ValueError, "overlap='never'"),
@@ -535,7 +558,7 @@ def test_unknown_methods_and_no_methods_are_refused() -> None:
     ("option", "without", "owners"),
     [
         ({"overlap": "backward"}, ("zero_one_adam", "binsgdm"), "'onebit_adam' and 'onebit_lamb' have it"),
-        ({"var_update_scaler": 8}, ("onebit_adam", "onebit_lamb", "binsgdm"), "'zero_one_adam' has it"),
+        ({"local_steps": LocalSteps(max_gap=8)}, ("onebit_adam", "onebit_lamb", "binsgdm"), "'zero_one_adam' has it"),
     ],
 )
 def test_an_option_without_effect_is_refused(option: dict[str, Any], without: tuple[str, ...], owners: str) -> None:

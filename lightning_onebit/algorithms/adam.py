@@ -10,7 +10,7 @@ from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshOptions
 from lightning_onebit.algorithms.schedules import VariancePolicy
 from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, takes
-from lightning_onebit.engine.rule import Rule
+from lightning_onebit.engine.rule import Rounds, Rule
 from lightning_onebit.engine.step import Part, Step
 from lightning_onebit.kernels import Packed
 
@@ -103,6 +103,12 @@ class OnebitAdam(OnebitOptimizer):
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
         )
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        """See the base; refreshes are dense."""
+        dense = freeze_step + VariancePolicy().count(freeze_step, steps)
+        return Rounds(dense, steps - dense)
 
     @property
     def variance_policy(self) -> VariancePolicy:

@@ -17,7 +17,7 @@ from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.codec import Codec, Guarded
 from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, Options, check_choice, check_number, takes
-from lightning_onebit.engine.rule import Rule, Saved
+from lightning_onebit.engine.rule import Rounds, Rule, Saved
 from lightning_onebit.engine.step import Facts, Group, Step
 from lightning_onebit.kernels import Packed, Residual
 from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, DrawKey, draw_hash, draw_key, uniform
@@ -396,6 +396,9 @@ class BinSGDM(OnebitOptimizer):
 
     algorithm = "binsgdm"
     rule_class: ClassVar[type[Rule]] = Binary
+    STEP_BYTES = 32.0  # reads and writes m, a and x, reads g twice
+    SENDS_SCALES = False
+    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {}
 
     def __init__(
         self,
@@ -408,3 +411,8 @@ class BinSGDM(OnebitOptimizer):
         **options: Any,
     ) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "weight_decay": weight_decay}, options, exchange)
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        """See the base; bitmaps are merged at t = 1, 2, 4, ..."""
+        return Rounds(0, steps, bitmaps=steps.bit_length())

@@ -14,14 +14,21 @@ from torch import Tensor
 from lightning_onebit.algorithms.local_steps import Local
 from lightning_onebit.algorithms.moments import beta1, decay, new_share
 from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshOptions
-from lightning_onebit.algorithms.schedules import LOCAL_STEPS, LocalSteps, SyncPolicy, VariancePolicy, make_sync_policy
+from lightning_onebit.algorithms.schedules import (
+    LOCAL_STEPS,
+    LocalSteps,
+    SyncPolicy,
+    VariancePolicy,
+    make_sync_policy,
+    replay_schedule,
+)
 from lightning_onebit.algorithms.updates import compression_noise
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.codec import OneBit
 from lightning_onebit.engine.masters import adopted
 from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, takes
-from lightning_onebit.engine.rule import Rule, Saved, Sent
+from lightning_onebit.engine.rule import Rounds, Rule, Saved, Sent
 from lightning_onebit.engine.step import Facts, Group, Part, Step
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
@@ -494,6 +501,8 @@ class ZeroOneAdam(OnebitOptimizer):
     algorithm = "zero_one_adam"
     rule_class: ClassVar[type[Rule]] = ZeroOne
     local_steps: ClassVar[bool] = True
+    SILENT_STEP_BYTES = 32.0  # reads and writes m, u and x, reads g and denominators
+    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1, "local_steps": LocalSteps(max_gap=1)}
 
     def __init__(
         self,
@@ -521,3 +530,9 @@ class ZeroOneAdam(OnebitOptimizer):
         """When ranks synchronise."""
         policy: SyncPolicy = self._engine.rule.sync_policy  # type: ignore[attr-defined]
         return policy
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        """See the base; takes ``local_steps``."""
+        policy = make_sync_policy(schedule.get("local_steps", LOCAL_STEPS))
+        return Rounds(**replay_schedule(steps, freeze_step=freeze_step, policy=policy))

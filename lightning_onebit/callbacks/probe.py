@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -12,13 +12,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
-from lightning_onebit.bench import LinkMeasurement, measure_link
+from lightning_onebit._text import format_bits, format_seconds
 from lightning_onebit.callbacks._common import OnebitCallback, named_optimizers
 from lightning_onebit.comm import ByteLedger
 from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.engine.options import check_integer, check_number
-from lightning_onebit.planner import format_bits, format_seconds
-from lightning_onebit.registry import find_algorithm
+from lightning_onebit.tools.bench import LinkMeasurement, measure_link
 
 # Dense steps that are left out beside the first when waiting is watched: they connect, allocate and may compile.
 WARM_STEPS = 2
@@ -109,13 +108,12 @@ def _elements(optimizer: OnebitOptimizer) -> int:
 
 def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """How a probe has to be made to cost what this optimizer's steps cost."""
-    names = ("kernels", "block_size", "residual_dtype", "denominator_dtype")
-    options = {name: getattr(optimizer.options, name) for name in names} | {"bucket_mb": optimizer.bucket_mb}
-    known = find_algorithm(optimizer.algorithm).options
+    # (groups, waits and when buckets leave are the probe's own)
+    own = replace(optimizer.exchange, bucket_mb=optimizer.bucket_mb, process_group=None, overlap="step")
     return {
         "algorithm": optimizer.algorithm,
         "ranks_per_node": optimizer.topology.ranks_per_node,
-        **{name: value for name, value in options.items() if name in known},
+        "exchange": own,
     }
 
 
@@ -133,14 +131,14 @@ class LinkProbeMixin(OnebitCallback):
     """Measures at start-up whether compression pays on this network, and says so.
 
     1. Before the first step: the dense all-reduce and the whole compressed step on two samples, on the ranks that train
-       (``lightning_onebit.bench.measure_link``), extrapolated to the model. An info line gives both times, the bandwidth
+       (``lightning_onebit.tools.bench.measure_link``), extrapolated to the model. An info line gives both times, the bandwidth
        and the bandwidth at which they would break even; a warning says when compression would not be faster.
     2. In the first dense steps of the warm-up: how much of a step the ranks really wait for each other. Dense averaging
        overlaps with backward, so it may cost nothing even where it takes long; then nothing can be saved, and a warning
        says so. (Not with NCCL, where waiting happens on the device and is not seen.)
 
     The probe makes the steps that training will make: those of the optimizer's algorithm (of 0/1 Adam those that synchronise), with its
-    ``kernels``, ``block_size``, ``bucket_mb``, ``residual_dtype`` and ``denominator_dtype``, over the nodes of its exchange. Where a
+    ``kernels``, ``block_size``, ``bucket_mb`` and ``state_dtype``, over the nodes of its exchange. Where a
     model has several compressed optimizers, the one with the most parameters counts. ``report`` holds the result.
 
     Args:

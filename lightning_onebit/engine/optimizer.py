@@ -26,7 +26,7 @@ from lightning_onebit.engine.options import (
     refuse_contradictions,
     refuse_ignored,
 )
-from lightning_onebit.engine.rule import Rule
+from lightning_onebit.engine.rule import Rounds, Rule
 from lightning_onebit.engine.shown_state import ShownAttribute, ShownState
 from lightning_onebit.engine.whole import signals_held
 from lightning_onebit.engine.wrapped import forward_methods, missing
@@ -47,6 +47,15 @@ class OnebitOptimizer(torch.optim.Optimizer):
     options_class: ClassVar[type[Options]] = Options
     #: whether ranks take steps of their own between synchronisations
     local_steps: ClassVar[bool] = False
+    #: bytes per element that a compressed step moves through memory, apart from packed bits: statistics read g; the worker reads g, reads
+    #: and writes e; the server d (an n-th); applying reads and writes x, reads denominators
+    STEP_BYTES: ClassVar[float] = 28.5
+    #: the same of a step without an exchange
+    SILENT_STEP_BYTES: ClassVar[float] = 0.0
+    #: whether the exchange sends a scale with each block
+    SENDS_SCALES: ClassVar[bool] = True
+    #: options under which every step after the first is an exchange
+    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1}
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """See ``wrapped``."""
@@ -165,6 +174,17 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._lay_out()
 
     # ----- phases -----------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        """What the steps of a run send, without running it (lr constant).
+
+        Args:
+            steps: of the run.
+            freeze_step: last step of the warm-up, at most ``steps``; 0 for an algorithm without one.
+            **schedule: those options of the algorithm that shape its schedule.
+        """
+        return Rounds(freeze_step, steps - freeze_step)
 
     @torch.inference_mode(False)  # what is laid out in a validation's hook is changed by steps to come
     @torch.no_grad()

@@ -19,6 +19,22 @@ if TYPE_CHECKING:
 Saved: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 
 
+class Rounds(NamedTuple):
+    """How many steps of a run send what.
+
+    Attributes:
+        dense: averages of gradients.
+        one_bit: exchanges.
+        silent: no data at all.
+        bitmaps: exchanges with which bitmaps of live coordinates are merged as well (BinSGDM).
+    """
+
+    dense: int
+    one_bit: int
+    silent: int = 0
+    bitmaps: int = 0
+
+
 class Sent(NamedTuple):
     """What a worker wants averaged of some blocks: ``a*m + (b*g)*r``.
 
