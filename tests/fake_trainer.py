@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_onebit.algorithms import OnebitAdam
+from lightning_onebit.optim import OnebitAdam
 
 
 class FakeStrategy:

@@ -14,12 +14,11 @@ from harness import run_ranks
 from test_optim_adam import SMALL, Run, equal, joined, whole_state
 from torch import Tensor
 
-from lightning_onebit.algorithms import OnebitAdam
-from lightning_onebit.algorithms.binsgdm import BinSGDM
-from lightning_onebit.algorithms.lamb import OnebitLamb
-from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
-from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.optim import OnebitAdam, OnebitOptimizer
+from lightning_onebit.optim.binsgdm import BinSGDM
+from lightning_onebit.optim.lamb import OnebitLamb
+from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 __all__ = ["SMALL", "Problem", "equal", "joined", "whole_state"]
 

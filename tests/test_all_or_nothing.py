@@ -15,11 +15,10 @@ import torch
 from optim_support import CLASSES, CROSSING
 from torch import nn
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.comm.transport import CollectiveFailure, Pending
-from lightning_onebit.engine import TornStep
-from lightning_onebit.engine.whole import signals_held
+from lightning_onebit.optim import OnebitAdam, TornStep
+from lightning_onebit.optim.torn import signals_held
 
 STEPS = 10
 EVERYTHING = {

@@ -16,10 +16,9 @@ import torch
 from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
-from lightning_onebit.algorithms import OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.comm import PlanMismatch, SimulatedWorld
-from lightning_onebit.engine import OnebitOptimizer, TornStep
 from lightning_onebit.kernels.transfer import Download
+from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, TornStep, ZeroOneAdam
 
 STEPS = 12
 

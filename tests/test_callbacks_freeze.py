@@ -16,7 +16,6 @@ from fake_trainer import FakeTrainer, onebit_adam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.freeze import (
     LearningRateWatch,
     VarianceFreezeMixin,
@@ -24,7 +23,7 @@ from lightning_onebit.callbacks.freeze import (
     volume_reduction,
 )
 from lightning_onebit.comm import CollectiveFailure, PlanMismatch, SimulatedGroup, SimulatedWorld
-from lightning_onebit.engine import Phase
+from lightning_onebit.optim import OnebitAdam, Phase
 
 
 @pytest.fixture

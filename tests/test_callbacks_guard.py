@@ -16,10 +16,9 @@ from lightning_support import enter, loader, make_module, onebit, quiet_trainer,
 
 import lightning_onebit.callbacks.freeze as freeze
 import lightning_onebit.callbacks.guard as guard
-from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
-from lightning_onebit.engine import Phase
+from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, Phase, ZeroOneAdam
 
 
 class _Said:

@@ -11,10 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_onebit.algorithms import OnebitAdam, OnebitLamb, ZeroOneAdam
-from lightning_onebit.algorithms.updates import reciprocal_denominator_, second_moment_from_reciprocal
-from lightning_onebit.engine import OnebitOptimizer
-from lightning_onebit.engine.compact import Inversion, compact, expanded
+from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
+from lightning_onebit.optim.compact import Inversion, compact, expanded
+from lightning_onebit.optim.rules import reciprocal_denominator_, second_moment_from_reciprocal
 
 MAKERS: dict[str, Any] = {
     "adam": lambda p: OnebitAdam(p, freeze_step=3, force_compression=True),

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from data import load_corpus  # lives in examples/
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
+from lightning_onebit.optim import OnebitAdam
 
 STEPS, RISE, FREEZE_STEP = 160, 8, 32
 BATCH, CONTEXT, WIDTH, LAYERS, HEADS = 32, 32, 48, 2, 4  # the batch is that of all ranks together

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_onebit import OnebitAdam
-from lightning_onebit.engine.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
+from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
 
 
 def parameters(count: int = 2) -> list[torch.nn.Parameter]:

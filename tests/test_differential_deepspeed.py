@@ -17,8 +17,8 @@ import pytest
 import torch
 from harness import run_ranks
 
-from lightning_onebit.algorithms import OnebitAdam, OnebitLamb, ZeroOneAdam
-from lightning_onebit.algorithms.schedules import make_sync_policy, replay_schedule
+from lightning_onebit.optim import OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.optim.policies import make_sync_policy, replay_schedule
 
 DATA = Path(__file__).parent / "data"
 RECORDED = json.loads((DATA / "deepspeed_0_19_6.json").read_text())

@@ -16,7 +16,7 @@ import yaml
 from harness import run_ranks
 from lightning_support import enter
 
-from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.optim import OnebitOptimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

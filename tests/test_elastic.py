@@ -27,9 +27,9 @@ from test_resume import OPTIONS, training_step
 
 import lightning_onebit as ob
 from lightning_onebit.comm import SimulatedWorld, plan_buckets
-from lightning_onebit.engine import OnebitOptimizer
-from lightning_onebit.engine.compact import expanded
-from lightning_onebit.engine.redistribute import Redistribution
+from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.optim.compact import expanded
+from lightning_onebit.optim.redistribute import Redistribution
 
 CPU = torch.device("cpu")
 

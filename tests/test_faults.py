@@ -28,10 +28,10 @@ from test_resume import (
 )
 from test_resume import listing as files
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.consistency import ReplicaMismatch
 from lightning_onebit.checkpoint import Stamp, read_shard
 from lightning_onebit.kernels import Packed
+from lightning_onebit.optim import OnebitAdam
 
 ALGORITHM = "onebit_adam"  # four dense steps, then compressed ones
 

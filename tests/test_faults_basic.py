@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import CollectiveFailure, CollectiveTimeout, Transport
+from lightning_onebit.optim import OnebitAdam
 
 STEPS, FREEZE = 6, 3
 DOOMED = 1

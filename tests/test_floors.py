@@ -109,7 +109,7 @@ class Refuse:
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Refuse())
 import torch
-from lightning_onebit.algorithms import OnebitAdam
+from lightning_onebit.optim import OnebitAdam
 x = torch.nn.Parameter(torch.ones(5))
 optimizer = OnebitAdam([x], lr=0.1, freeze_step=1, force_compression=True)
 for _ in range(2):

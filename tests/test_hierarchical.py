@@ -14,9 +14,9 @@ import torch.distributed as dist
 from harness import run_ranks
 from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_world, snapshot, sure, train
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import CollectiveFailure, Topology, plan_buckets
 from lightning_onebit.comm.exchange import mean_in_order
+from lightning_onebit.optim import OnebitAdam
 
 ALGORITHMS = list(CLASSES)
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))

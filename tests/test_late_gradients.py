@@ -11,9 +11,9 @@ import torch
 from optim_support import CLASSES, equal, snapshot, whole_state
 from torch import Tensor
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.engine.redistribute import Redistribution
+from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.optim.redistribute import Redistribution
 
 # how it had no gradient before: None, exact zeros, requires_grad=False, or it was no parameter of the optimizer
 WAYS = ("missing", "zero", "frozen", "added")

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from harness import counting, run_ranks
 from torch import Tensor
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import PlanMismatch, StepRecord, plan_buckets
 from lightning_onebit.comm.transport import Pending
-from lightning_onebit.engine import Phase
-from lightning_onebit.engine.compact import expanded
-from lightning_onebit.engine.options import CommonOptions
 from lightning_onebit.kernels.transfer import Download
+from lightning_onebit.optim import OnebitAdam, Phase
+from lightning_onebit.optim.compact import expanded
+from lightning_onebit.optim.options import CommonOptions
 
 SHAPES = ((64, 33), (7,), (0,), (1,), (3, 2049), (4097,))
 

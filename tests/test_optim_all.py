@@ -33,12 +33,12 @@ from optim_support import (
 )
 from torch import Tensor
 
-from lightning_onebit.algorithms import moments, zero_one_adam
-from lightning_onebit.algorithms.updates import reciprocal_denominator_
-from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.engine.redistribute import Redistribution
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
+from lightning_onebit.optim import moments, zero_one_adam
+from lightning_onebit.optim.redistribute import Redistribution
+from lightning_onebit.optim.rules import reciprocal_denominator_
+from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 ALGORITHMS = list(CLASSES)
 ADAM_LIKE = ALGORITHMS[:3]

@@ -14,12 +14,12 @@ import torch
 from optim_support import SMALL, Problem, close, equal, run_world, snapshot, train
 from oracle.binsgdm import share
 
-from lightning_onebit.algorithms.binsgdm import BinSGDM
 from lightning_onebit.comm import plan_buckets
-from lightning_onebit.engine import Phase
 from lightning_onebit.kernels import Packed, counter_rng, get_backend
 from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, draw_hash, draw_key
 from lightning_onebit.kernels.reference import pack_bits, unpack_bits
+from lightning_onebit.optim import Phase
+from lightning_onebit.optim.binsgdm import BinSGDM
 
 CPU = torch.device("cpu")
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))

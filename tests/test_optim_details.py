@@ -13,11 +13,10 @@ import torch.distributed as dist
 from harness import run_ranks
 from optim_support import equal, run_world
 
-from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb
-from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.comm.transport import Pending
-from lightning_onebit.engine import Phase
+from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, Phase
+from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 OPTIONS: Any = {
     "lr": 0.01,

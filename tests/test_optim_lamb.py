@@ -12,7 +12,7 @@ import pytest
 import torch
 from optim_support import SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train, whole_state
 
-from lightning_onebit.algorithms.lamb import OnebitLamb
+from lightning_onebit.optim.lamb import OnebitLamb
 
 #: the trust ratio meets both of its clips and moves between them; its correction meets both of its bounds and its speed limit
 OPTIONS = {

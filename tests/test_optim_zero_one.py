@@ -14,11 +14,10 @@ import torch
 from optim_support import Problem, close, equal, joined, run_world, snapshot, sure, train, whole_state
 from oracle.adam import updates_of_refresh
 
-from lightning_onebit.algorithms import OnebitAdam
-from lightning_onebit.algorithms.updates import compression_noise
-from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
-from lightning_onebit.engine import Phase
-from lightning_onebit.engine.redistribute import Redistribution
+from lightning_onebit.optim import OnebitAdam, Phase
+from lightning_onebit.optim.redistribute import Redistribution
+from lightning_onebit.optim.rules import compression_noise
+from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))
 #: refreshes at 1, 2, 3, 5 and 7, one-bit rounds between them; gaps 1, 2 and 4 after step 8
@@ -648,7 +647,7 @@ def test_noise_of_one_bit_rounds_is_what_weights_would_move_by() -> None:
     w = v[v > 0].mean()
     vd = torch.where(v == 0, w, v.clamp(min=float(0.01 * w)))
     moved = [(block.mean() / d) for block, d in zip(v.split(64), vd.split(64), strict=True)]
-    with mock.patch("lightning_onebit.algorithms.updates._CHUNK", 128):
+    with mock.patch("lightning_onebit.optim.rules._CHUNK", 128):
         noise = compression_noise(v, phi=0.1, block_size=64)
     assert noise == pytest.approx(float(torch.cat(moved).mean().sqrt()), rel=1e-5)
     assert compression_noise(torch.zeros(10), phi=0.1, block_size=64) == 0.0

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_onebit.algorithms.schedules import (
+from lightning_onebit.optim.policies import (
     IntervalPolicy,
     LearningRatePolicy,
     VariancePolicy,

@@ -19,9 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_support import CLASSES, equal, snapshot
 
-from lightning_onebit.algorithms import zero_one_adam
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.engine import OnebitOptimizer, Phase
+from lightning_onebit.optim import OnebitOptimizer, Phase, zero_one_adam
 
 STEPS = 12
 SHAPES = ((), (1,), (0,), (31,), (33,), (64,), (5, 9), (3, 0), (2, 3, 11), (130,))

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lightning_onebit.algorithms import OnebitAdam, ZeroOneAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.comm.ranges import begin
-from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, ZeroOneAdam
 
 
 def ranges(make: type[OnebitOptimizer], **options: object) -> list[set[str]]:

@@ -18,9 +18,8 @@ from test_lightning_algorithms import saves_on_exception
 from test_resume import configure, training_step
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.checkpoint import durable
-from lightning_onebit.engine import TornStep
+from lightning_onebit.optim import OnebitAdam, TornStep
 
 # ----- torn steps -----------------------------------------------------------------------------------------------------------------
 

@@ -13,9 +13,9 @@ import torch
 from harness import counting, run_ranks
 from optim_support import CLASSES
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm.simulation import SimulatedWorld
 from lightning_onebit.kernels import ReferenceKernels, get_backend
+from lightning_onebit.optim import OnebitAdam
 
 BLOCK = 64
 ELEMENTS = 840 * BLOCK  # a multiple of every number of ranks up to 8, and of the numbers of tensors below

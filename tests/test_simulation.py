@@ -10,11 +10,11 @@ import pytest
 import torch
 from harness import run_ranks
 
-from lightning_onebit.algorithms import OnebitAdam
-from lightning_onebit.algorithms.binsgdm import BinSGDM
-from lightning_onebit.algorithms.lamb import OnebitLamb
-from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import CollectiveFailure, CollectiveTimeout, PlanMismatch, SimulatedGroup, SimulatedWorld
+from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.optim.binsgdm import BinSGDM
+from lightning_onebit.optim.lamb import OnebitLamb
+from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 SHAPES = ((5, 33), (7,), (0,), (1,), (3, 65))
 ALGORITHMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

@@ -16,10 +16,9 @@ from harness import run_ranks
 from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
-from lightning_onebit.algorithms import OnebitAdam, ZeroOneAdam
 from lightning_onebit.comm import PlanMismatch
-from lightning_onebit.engine import OnebitOptimizer, Phase
-from lightning_onebit.engine.masters import Comparison
+from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, Phase, ZeroOneAdam
+from lightning_onebit.optim.masters import Comparison
 
 STEPS = 12
 
@@ -342,7 +341,7 @@ def test_copies_of_an_optimizer_have_no_state_and_torch_describes_it_as_ever() -
 
 
 def test_a_plain_optimizer_in_whose_place_another_trains_shows_its_state() -> None:
-    from lightning_onebit.engine.convert import convert_adam, stand_down, stand_in
+    from lightning_onebit.optim.convert import convert_adam, stand_down, stand_in
 
     params = small()
     plain = torch.optim.AdamW(params)
