@@ -27,14 +27,14 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_onebit import BinSGDM, OnebitAdam, OnebitLamb
+from lightning_onebit import BinSGDM, ExchangeOptions, OnebitAdam, OnebitLamb
 from lightning_onebit.comm import Bucket, Plan, plan_buckets
 from lightning_onebit.kernels import Packed, get_backend
 from lightning_onebit.kernels.counter_rng import SERVER_STREAM, WORKER_STREAM, draw_key
@@ -328,23 +328,18 @@ def measure_optimizers(clock: Clock, device: torch.device, elements: int, fused:
 
     One rank serves the whole model, not a share of it: this is the most that a step can cost.
     """
+    usual: dict[str, Any] = {"lr": 1e-5, "weight_decay": 0.01}
+    frozen: dict[str, Any] = {**usual, "freeze_step": 1}
+    alone = ExchangeOptions(_alone=True)
+    wide = replace(alone, bucket_mb=256.0)
     made: dict[str, Callable[..., Any]] = {
-        "warm-up step of OnebitAdam": lambda p: OnebitAdam(p, lr=1e-5, weight_decay=0.01, freeze_step=10**9),
-        "compressed step of OnebitAdam": lambda p: OnebitAdam(
-            p, lr=1e-5, weight_decay=0.01, freeze_step=1, refresh="never", force_compression=True
-        ),
+        "warm-up step of OnebitAdam": lambda p: OnebitAdam(p, freeze_step=10**9, **usual),
+        "compressed step of OnebitAdam": lambda p: OnebitAdam(p, refresh="never", exchange=alone, **frozen),
         "compressed step of OnebitAdam, buckets of 256 MB": lambda p: OnebitAdam(
-            *(p, 1e-5),
-            weight_decay=0.01,
-            freeze_step=1,
-            refresh="never",
-            force_compression=True,
-            bucket_mb=256.0,
+            p, refresh="never", exchange=wide, **frozen
         ),
-        "compressed step of OnebitLamb": lambda p: OnebitLamb(
-            p, lr=1e-5, weight_decay=0.01, freeze_step=1, force_compression=True
-        ),
-        "step of BinSGDM": lambda p: BinSGDM(p, lr=1e-5, weight_decay=0.01, force_compression=True),
+        "compressed step of OnebitLamb": lambda p: OnebitLamb(p, exchange=alone, **frozen),
+        "step of BinSGDM": lambda p: BinSGDM(p, exchange=alone, **usual),
     }
     found = {}
     for name, make in made.items():

@@ -11,7 +11,7 @@ Two tables, each measured side by side in one process, all candidates in turn in
   read once and each output written once; a copy counts 8 bytes per element.
 * **step**: what a compressed 1-bit Adam step computes on a rank of 2, everything but waiting for the network (gradient statistics,
   compress, server part for half of the blocks from 2 streams, apply), over fused AdamW on tensors of the same shapes with the same
-  threads; with state in fp32, with ``denominator_dtype="bfloat16"`` and with ``residual_dtype="bfloat16"`` besides. Beside it, torch
+  threads; with state in fp32, with denominators in bf16 and with residuals in bf16 besides (``state_dtype="bfloat16"``). Beside it, torch
   operations that do nothing but read and write the same memory, bits aside (sum, add_, mul_, add_). Once for one tensor, once for the
   shapes of a transformer. The steps go through the buckets as the exchange does. Of each candidate it says how many bytes it reads: a
   processor whose reads are the limit takes time in proportion to them.

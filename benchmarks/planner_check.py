@@ -92,9 +92,7 @@ def arithmetic() -> list[Row]:
         # against fp16, without scales, as the papers count
         return 1 / (share + (1 - share) / 16)
 
-    counts = replay_schedule(
-        152_511, var_freeze_step=12_500, var_update_scaler=16, policy=IntervalPolicy(16, scaler=32_678), refresh=False
-    )
+    counts = replay_schedule(152_511, freeze_step=12_500, policy=IntervalPolicy(16, scaler=32_678), refresh=False)
     share = 23_000 / 152_500
     stage = max(compressed / dense for dense, compressed in PUBLISHED.values())
     return [

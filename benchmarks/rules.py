@@ -236,8 +236,9 @@ class Rule:
 
     Attributes:
         name: of the rule.
-        family: ``"dense"`` (one process, the mean gradient), ``"library"`` (a ``SimulatedWorld``) or ``"stacked"`` (gradients of all
-            workers as rows of one tensor, for what the library has no option for).
+        family: ``"dense"`` (one process, the mean gradient), ``"library"`` (a ``SimulatedWorld``), ``"stacked"`` (gradients of all
+            workers as rows of one tensor, for what the library has no option for) or ``"recorded"`` (runs of release 0.1, whose option
+            is gone: they are shown and not repeated).
         make: makes the optimizer: from ``(parameters, lr, task, **more)``.
         lr: where the search for the best learning rate begins; 0: there is none, ``like`` or else ``twin`` has it.
         twin: the rule that it is compared with.
@@ -409,17 +410,18 @@ def _dense_adam(betas: tuple[float, float]) -> Callable[..., Any]:
 def _library(cls: type[Any], **options: Any) -> Callable[..., Any]:
     def make(params: Any, lr: float, task: Task, group: Any) -> Any:
         resolved = {name: value(task) if callable(value) else value for name, value in options.items()}
-        return cls(params, lr=lr, process_group=group, **resolved)
+        return cls(params, lr=lr, exchange=ob.ExchangeOptions(process_group=group), **resolved)
 
     return make
 
 
+def _not_made(*_: Any, **__: Any) -> Any:
+    raise ValueError("the library has no option for this rule any more")
+
+
 def _rules() -> dict[str, Rule]:
     warm_up, half = (lambda task: task.warm_up), (lambda task: task.steps // 2)
-    adam_published = {"preconditioned": False, "refresh": "never"}
-    zero_one_published = {**adam_published, "var_decay": "refresh"}
-    binsgdm_published = {"server": "random", "draws": "independent", "magnitude_beta": 0.7, "denominator_floor": 0.0}
-    local = {"local_step_scaler": lambda task: task.steps // 20, "local_step_clipper": 4}
+    local = {"local_steps": lambda task: ob.LocalSteps(max_gap=4, double_every=task.steps // 20)}
 
     def adam(name: str, **options: Any) -> Rule:
         made = _library(ob.OnebitAdam, freeze_step=warm_up, **options)
@@ -429,7 +431,7 @@ def _rules() -> dict[str, Rule]:
         return Rule(name, "library", _library(ob.OnebitLamb, freeze_step=warm_up, **options), 0.0, "lamb")
 
     def zero_one(name: str, **options: Any) -> Rule:
-        made = _library(ob.ZeroOneAdam, **{"var_freeze_step": warm_up, **options})
+        made = _library(ob.ZeroOneAdam, **{"freeze_step": warm_up, **options})
         return Rule(name, "library", made, 0.0, "adamw95" if name.endswith("95") else "adamw")
 
     def binsgdm(name: str, **options: Any) -> Rule:
@@ -450,8 +452,7 @@ def _rules() -> dict[str, Rule]:
         # 1-bit Adam
         adam("onebit_adam"),
         adam("onebit_adam_95", betas=BETAS95),
-        adam("onebit_adam_published", **adam_published),
-        adam("onebit_adam_plain_momentum", preconditioned=False),
+        adam("onebit_adam_published", recipe="published"),
         adam("onebit_adam_never_refreshed", refresh="never"),
         adam("onebit_adam_floor_0.01", denominator_floor=0.01),
         adam("onebit_adam_no_bias_correction", bias_correction=False),
@@ -460,21 +461,18 @@ def _rules() -> dict[str, Rule]:
         # 0/1 Adam
         zero_one("zero_one_adam"),
         zero_one("zero_one_adam_95", betas=BETAS95),
-        zero_one("zero_one_adam_published", **zero_one_published),
+        zero_one("zero_one_adam_published", recipe="published"),
         zero_one("zero_one_adam_never_refreshed", refresh="never"),
-        zero_one("zero_one_adam_decay_per_refresh", var_decay="refresh"),
-        zero_one("zero_one_adam_plain_momentum", preconditioned=False),
-        zero_one("zero_one_adam_freeze_at_half", var_freeze_step=half),
+        zero_one("zero_one_adam_freeze_at_half", freeze_step=half),
         zero_one("zero_one_adam_local_4", **local),
         # BinSGDM
         binsgdm("binsgdm"),
-        binsgdm("binsgdm_published", **binsgdm_published),
-        binsgdm("binsgdm_random_server", server="random"),
-        binsgdm("binsgdm_random_independent", server="random", draws="independent"),
-        binsgdm("binsgdm_independent_draws", draws="independent"),
-        binsgdm("binsgdm_drops_overflow", overflow="drop"),
-        binsgdm("binsgdm_one_beta", magnitude_beta=0.7),
+        binsgdm("binsgdm_published", recipe="published"),
         binsgdm("binsgdm_no_floor", denominator_floor=0.0),
+        *(
+            Rule(f"binsgdm_{part}", "recorded", _not_made, 0.0, "sign", "binsgdm")
+            for part in ("random_independent", "drops_overflow", "one_beta")
+        ),
         # what costs how much, one at a time
         separated("adam_frozen_dense", "adamw", freeze=True, compress=False),
         separated("adam_learning_compressed", "adamw", freeze=False, compress=True),
@@ -623,7 +621,7 @@ def best_lr(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> tuple[f
 
 def wanted(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> list[tuple[float, int]]:
     """``(lr, seed)`` of the runs of a rule that can be made now; empty: it is complete, or another has to be searched first."""
-    if rule.family == "dense" and TASKS[task].like:
+    if rule.family == "recorded" or (rule.family == "dense" and TASKS[task].like):
         return []
     lr, bracketed = best_lr(task, rule, runs)
     if not bracketed:

@@ -121,9 +121,11 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
     nothing: Callable[[], dict[str, Any]] = dict
     if name.startswith("onebit"):
         from lightning_onebit.algorithms import OnebitAdam
+        from lightning_onebit.engine import ExchangeOptions
 
-        overlap = "backward" if name == "onebit_backward" else "step"
-        onebit = OnebitAdam(model.parameters(), lr=1e-4, freeze_step=1, bucket_mb=setting.bucket_mb, overlap=overlap)
+        overlap: Any = "backward" if name == "onebit_backward" else "step"
+        exchange = ExchangeOptions(bucket_mb=setting.bucket_mb, overlap=overlap)
+        onebit = OnebitAdam(model.parameters(), lr=1e-4, freeze_step=1, exchange=exchange)
         seconds: dict[str, list[float]] = {}
         inputs: list[tuple[Any, Any]] = []
 
@@ -164,17 +166,18 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
 
         return onebit_step, told
     if name.startswith("zero_one"):
-        from lightning_onebit.algorithms import ZeroOneAdam
+        from lightning_onebit.algorithms import LocalSteps, ZeroOneAdam
+        from lightning_onebit.engine import ExchangeOptions
 
         gap = _cycle(name)
         sent: list[tuple[int, bool]] = []
         # the gap doubles with every step after the first two, up to its bound
         zero_one = ZeroOneAdam(
-            *(model.parameters(), 1e-4),
-            var_freeze_step=1,
-            local_step_scaler=1,
-            local_step_clipper=gap,
-            bucket_mb=setting.bucket_mb,
+            model.parameters(),
+            1e-4,
+            freeze_step=1,
+            local_steps=LocalSteps(max_gap=gap, double_every=1),
+            exchange=ExchangeOptions(bucket_mb=setting.bucket_mb),
         )
 
         def local_step(x: Any, y: Any) -> None:
@@ -234,9 +237,10 @@ def _local_seconds(model: Any, setting: Setting) -> list[float]:
     from _common import echo_group
 
     from lightning_onebit.algorithms import OnebitAdam
+    from lightning_onebit.engine import ExchangeOptions
 
-    echo = echo_group(dist.get_world_size())
-    alone = OnebitAdam(model.parameters(), 1e-4, freeze_step=1, bucket_mb=setting.bucket_mb, process_group=echo)
+    exchange = ExchangeOptions(bucket_mb=setting.bucket_mb, process_group=echo_group(dist.get_world_size()))
+    alone = OnebitAdam(model.parameters(), 1e-4, freeze_step=1, exchange=exchange)
     seconds = []
     for _ in range(2 + setting.steps):
         for p in model.parameters():

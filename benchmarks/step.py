@@ -6,7 +6,7 @@
 
 ``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: gradient statistics, compress,
 server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for. "No skips" is
-``max_consecutive_skips=0``, which needs no statistics.
+``on_nonfinite="raise"``, which needs no statistics.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def local(
     import torch
 
     from lightning_onebit.algorithms import OnebitAdam, OnebitLamb
+    from lightning_onebit.engine import ExchangeOptions
 
     optimizer_class: Any = {"onebit_adam": OnebitAdam, "onebit_lamb": OnebitLamb}[algorithm]
     torch.set_num_threads(threads)
@@ -58,21 +59,14 @@ def local(
     candidates["copy of the gradient"] = lambda: copies[0].copy_(copies[1])
     variants: dict[str, dict[str, Any]] = {
         "onebit step": {},
-        "onebit, bf16 denominators": {"denominator_dtype": "bfloat16"},
-        "onebit, bf16 denominators, residuals": {"denominator_dtype": "bfloat16", "residual_dtype": "bfloat16"},
-        "onebit, no skips": {"max_consecutive_skips": 0},
-        "onebit, no skips, bf16 residuals": {"max_consecutive_skips": 0, "residual_dtype": "bfloat16"},
+        "onebit, bf16 state": {"state_dtype": "bfloat16"},
+        "onebit, no skips": {"on_nonfinite": "raise"},
+        "onebit, no skips, bf16 state": {"on_nonfinite": "raise", "state_dtype": "bfloat16"},
     }
     for size in bucket_mb:
         for name, options in variants.items():
-            optimizer = optimizer_class(
-                *(model().parameters(), 1e-4),
-                freeze_step=1,
-                process_group=echo_group(ranks),
-                bucket_mb=size,
-                kernels="cpu",
-                **options,
-            )
+            exchange = ExchangeOptions(process_group=echo_group(ranks), bucket_mb=size, kernels="cpu", **options)
+            optimizer = optimizer_class(model().parameters(), 1e-4, freeze_step=1, exchange=exchange)
             candidates[f"{name}, {size:g} MB buckets"] = optimizer.step
     seconds = side_by_side(candidates, repeats=repeats)
     ratios = {name: ratio(seconds, name, "AdamW fused") for name in candidates}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from lightning_onebit import OnebitAdam
+from lightning_onebit import ExchangeOptions, OnebitAdam
 
 RANKS = 2
 #: dense steps, then cycles of compressed ones and a refresh of one step
@@ -60,13 +60,8 @@ def train(rank: int, folder: str, width: int, layers: int, batch: int, trace: st
     model = torch.nn.Sequential(
         *(part for _ in range(layers) for part in (torch.nn.Linear(width, width), torch.nn.Tanh()))
     )
-    optimizer = OnebitAdam(
-        model.parameters(),
-        lr=1e-4,
-        freeze_step=FREEZE,
-        refresh=INTERVAL,
-        bucket_mb=4 * width**2 / 2**20,  # a layer's weights
-    )
+    exchange = ExchangeOptions(bucket_mb=4 * width**2 / 2**20)  # a layer's weights
+    optimizer = OnebitAdam(model.parameters(), lr=1e-4, freeze_step=FREEZE, refresh=INTERVAL, exchange=exchange)
     data = torch.randn(batch, width, generator=torch.Generator().manual_seed(rank))
 
     def step() -> None:

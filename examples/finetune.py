@@ -82,11 +82,9 @@ def main(arguments: list[str] | None = None) -> None:
     model = TextGPT.load_from_checkpoint(path, lr=1e-3, warmup_steps=5, optimizer="strategy")
     train, validation = load_manual()
     before = mean_loss(model, validation, chosen.context, 256)
-    strategy = ob.OnebitStrategy(
-        "zero_one_adam",
-        var_freeze_step=max(1, chosen.tune_steps // 4),
-        local_step_scaler=max(1, chosen.tune_steps // 4),  # the gap between synchronisations: 1, 2, 4 steps
-    )
+    quarter = max(1, chosen.tune_steps // 4)
+    gaps = ob.LocalSteps(double_every=quarter)  # between synchronisations: 1, 2, 4 steps
+    strategy = ob.OnebitStrategy("zero_one_adam", freeze_step=quarter, local_steps=gaps)
     trainer = trainer_for(strategy, chosen.tune_steps, chosen.devices, [])
     trainer.fit(model, DataLoader(TextWindows(train, chosen.context), chosen.batch_size, shuffle=True, drop_last=True))
     identical = replicas_identical(model)

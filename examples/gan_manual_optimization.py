@@ -116,8 +116,12 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=chosen.devices,
-        # refresh: single gradients say too little about a variance that goes on changing
-        strategy=ob.OnebitStrategy("onebit_adam", block_size=chosen.block_size, denominator_floor=0.1, refresh="never"),
+        strategy=ob.OnebitStrategy(
+            "onebit_adam",
+            denominator_floor=0.1,
+            refresh="never",  # single gradients say too little about a variance that goes on changing
+            exchange=ob.ExchangeOptions(block_size=chosen.block_size),
+        ),
         max_epochs=chosen.epochs,
         callbacks=[ob.callbacks.VarianceFreeze(step=chosen.freeze_step), ob.callbacks.CompressionStats()],
         logger=False,

@@ -40,7 +40,7 @@ def make_optimizer(algorithm: str, model: nn.Module, warm_up: int) -> OnebitOpti
     if algorithm == "onebit_lamb":
         return OnebitLamb(model.parameters(), lr=1.6e-2, weight_decay=0.01, freeze_step=warm_up)
     if algorithm == "zero_one_adam":
-        return ZeroOneAdam(model.parameters(), lr=8e-3, weight_decay=0.01, var_freeze_step=warm_up)
+        return ZeroOneAdam(model.parameters(), lr=8e-3, weight_decay=0.01, freeze_step=warm_up)
     return BinSGDM(model.parameters(), lr=4e-3)
 
 

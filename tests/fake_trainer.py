@@ -6,8 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from harness import grouped
 
-from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.algorithms import OnebitAdam
 
 
 class FakeStrategy:
@@ -77,7 +78,5 @@ class FakeModule:
 def onebit_adam(**options: Any) -> OnebitAdam:
     """A small OnebitAdam that compresses though it is alone."""
     parameters = [torch.nn.Parameter(torch.randn(33, 5)), torch.nn.Parameter(torch.randn(7))]
-    return OnebitAdam(
-        parameters,
-        **{"force_compression": True, "refresh": "never", "block_size": 32, "kernels": "reference", **options},
-    )
+    defaults = {"_alone": True, "refresh": "never", "block_size": 32, "kernels": "reference"}
+    return OnebitAdam(parameters, **grouped(defaults, **options))

@@ -16,9 +16,9 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -180,6 +180,20 @@ def _worker(rank: int, world: int, job: bytes, connection: Connection, directory
     with contextlib.suppress(EOFError):
         connection.recv()  # ends when the parent has all answers and closes its end
     os._exit(0)  # no destructors: gloo's threads sometimes abort a process that exits in the normal way
+
+
+def grouped(options: Mapping[str, Any], **differing: Any) -> dict[str, Any]:
+    """Keywords of an optimizer, or of a strategy, from flat options: those of the exchange go into one ``ExchangeOptions``.
+
+    Args:
+        options: keywords and fields of ``ExchangeOptions`` by name; the fields change an ``exchange`` that is given too.
+        **differing: more of them, which count where both have them.
+    """
+    from lightning_onebit import ExchangeOptions
+
+    given = {**options, **differing}
+    exchange = {f.name: given.pop(f.name) for f in fields(ExchangeOptions) if f.name in given}
+    return {**given, "exchange": replace(given.get("exchange", ExchangeOptions()), **exchange)} if exchange else given
 
 
 # ----- what really went through torch.distributed -------------------------------------------------------------------------------

@@ -132,9 +132,16 @@ def make_module(
     return cls()
 
 
+def early_refreshes(strategy: Any) -> dict[str, Any]:
+    """What 0/1 Adam is told so that its refreshes grow rarer from the first on, and a few steps hold one-bit rounds too."""
+    return {"_doubling": 1} if strategy.algorithm == "zero_one_adam" else {}
+
+
 def onebit(freeze_step: int | None = 2, **options: Any) -> Callable[[Any], Any]:
-    """A ``configure_optimizers`` that returns ``OnebitAdam``."""
-    return lambda module: ob.OnebitAdam(module.parameters(), lr=1e-2, freeze_step=freeze_step, **options)
+    """A ``configure_optimizers`` that returns ``OnebitAdam``; options of the exchange are given beside the others."""
+    return lambda module: ob.OnebitAdam(
+        module.parameters(), lr=1e-2, freeze_step=freeze_step, **harness.grouped(options)
+    )
 
 
 def same_on_all_ranks(tensors: dict[str, Tensor]) -> list[str]:

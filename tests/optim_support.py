@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 import oracle
 import torch
-from harness import run_ranks
+from harness import grouped, run_ranks
 from test_optim_adam import SMALL, Run, equal, joined, whole_state
 from torch import Tensor
 
+from lightning_onebit.algorithms import BinSGDM, LambCoefficients, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
-from lightning_onebit.optim import OnebitAdam, OnebitOptimizer
-from lightning_onebit.optim.binsgdm import BinSGDM
-from lightning_onebit.optim.lamb import OnebitLamb
-from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
+from lightning_onebit.engine import OnebitOptimizer
 
 __all__ = ["SMALL", "Problem", "equal", "joined", "whole_state"]
 
@@ -34,10 +32,7 @@ CROSSING: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 4},
     "onebit_lamb": {"freeze_step": 4},
     # refreshes at t = 1, 2, 3, 5; gaps 1, 2 and 4 between synchronisations after step 6
-    "zero_one_adam": {
-        **{"var_freeze_step": 6, "var_update_scaler": 2},
-        **{"local_step_scaler": 2, "local_step_clipper": 4},
-    },
+    "zero_one_adam": {"freeze_step": 6, "_doubling": 2, "local_steps": LocalSteps(max_gap=4, double_every=2)},
     "binsgdm": {},
 }
 
@@ -65,9 +60,9 @@ class Problem(Run):
         g = super().gradient(t, rank // self.shared, l)
         return g if g is None or self.growth == 1.0 else (g * self.growth**t).astype(np.float32)
 
-    def build(self, params: Sequence[torch.nn.Parameter], **differing: Any) -> Any:
+    def build(self, params: Any, **differing: Any) -> Any:
         """The library's optimizer."""
-        return CLASSES[self.algorithm](params, **{**self.options, **differing})
+        return CLASSES[self.algorithm](params, **grouped(self.options, **differing))
 
     def lr_at(self, t: int) -> float:
         """Learning rate of step t (0, 1, ...)."""
@@ -75,27 +70,13 @@ class Problem(Run):
 
     def simulate(self, world: int, watch: Callable[[Any, int], None] | None = None, **differing: Any) -> Any:
         """The oracle after the same steps; ``watch(oracle, t)`` is called after each."""
-        names = {
-            "weight_decay": "wd",
-            "freeze_step": "T_w",
-            "denominator_floor": "phi",
-            "beta": "b",
-            "magnitude_beta": "ba",
-        }
-        names |= {"max_grad_norm": "max_norm"}
-        settings = {names.get(k, k): v for k, v in self.options.items()}
-        for unknown in ("bucket_mb", "kernels", "seed"):
-            settings.pop(unknown, None)
-        if "betas" in settings:
-            settings["b1"], settings["b2"] = settings.pop("betas")
         kinds: dict[str, Any] = {
             "onebit_adam": oracle.Adam,
             "onebit_lamb": oracle.Lamb,
             "zero_one_adam": oracle.ZeroOneAdam,
             "binsgdm": oracle.BinSGDM,
         }
-        if self.algorithm == "binsgdm":
-            settings.pop("draws", None)
+        settings = in_the_oracles_letters(self.algorithm, self.options)
         simulated = kinds[self.algorithm](self.start(), world, **{**settings, **differing})
         for t in range(self.steps):
             simulated.lr = self.lr_at(t)
@@ -103,6 +84,49 @@ class Problem(Run):
             if watch is not None:
                 watch(simulated, t)
         return simulated
+
+
+#: names of options -> letters of the oracle
+LETTERS = {
+    "weight_decay": "wd",
+    "freeze_step": "T_w",
+    "denominator_floor": "phi",
+    "beta": "b",
+    "max_grad_norm": "max_norm",
+}
+#: the paper's rule in the oracle's letters
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "onebit_adam": {"preconditioned": False, "refresh": "never"},
+    "zero_one_adam": {"preconditioned": False, "refresh": "never", "var_decay": "refresh"},
+    "binsgdm": {"server": "random", "overflow": "drop"},
+}
+
+
+def in_the_oracles_letters(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Flat options of an optimizer as what the oracle of its algorithm takes."""
+    settings = {LETTERS.get(k, k): v for k, v in options.items()}
+    for without_effect in ("bucket_mb", "kernels", "seed"):
+        settings.pop(without_effect, None)
+    if "betas" in settings:
+        settings["b1"], settings["b2"] = settings.pop("betas")
+    if settings.pop("recipe", "default") == "published":
+        settings |= PUBLISHED[algorithm]
+        if algorithm == "binsgdm":
+            settings = {"phi": 0.0, "ba": settings.get("b", 0.7), **settings}
+    if "trust_clip" in settings:
+        settings["min_coeff"], settings["max_coeff"] = settings.pop("trust_clip")
+    if "coefficients" in settings:
+        c: LambCoefficients = settings.pop("coefficients")
+        settings |= {"coeff_beta": c.beta, "factor_threshold": c.threshold}
+        settings |= {"factor_min": c.factor_min, "factor_max": c.factor_max}
+    if algorithm == "zero_one_adam":
+        steps: LocalSteps = settings.pop("local_steps", LocalSteps())
+        by_lr = steps.double_every == "lr_halving"
+        settings |= {"local_step_clipper": steps.max_gap, "local_step_policy": "learning_rate" if by_lr else "interval"}
+        settings |= {} if by_lr else {"local_step_scaler": steps.double_every}
+        renamed = {"T_w": "var_freeze_step", "_doubling": "var_update_scaler"}
+        settings = {renamed.get(k, k): v for k, v in settings.items()}
+    return settings
 
 
 def snapshot(optimizer: Any, params: Sequence[torch.nn.Parameter]) -> dict[str, Any]:

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from harness import grouped
 from optim_support import CLASSES, CROSSING
 from torch import nn
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.comm.transport import CollectiveFailure, Pending
-from lightning_onebit.optim import OnebitAdam, TornStep
-from lightning_onebit.optim.torn import signals_held
+from lightning_onebit.engine import TornStep
+from lightning_onebit.engine.whole import signals_held
 
 STEPS = 10
 EVERYTHING = {
@@ -40,7 +42,7 @@ def build(case: str, group: Any) -> tuple[Any, list[nn.Parameter]]:
     params = [nn.Parameter(torch.randn(shape, generator=draws).to(dtype)) for shape in shapes]
     groups = [{"params": params[:2]}, {"params": params[2:], "compress": False}]
     options = {"lr": 1e-2, "block_size": 32, "bucket_mb": 32 * 4 * 4 / 2**20, **EVERYTHING[case]}
-    return CLASSES[case.partition(" ")[0]](groups, process_group=group, **options), params
+    return CLASSES[case.partition(" ")[0]](groups, **grouped(options, process_group=group)), params
 
 
 def make_step(optimizer: Any, params: list[nn.Parameter], t: int, rank: int) -> None:
@@ -202,8 +204,8 @@ def test_what_can_be_saved_after_a_step_that_was_broken_anywhere_is_one_whole_st
 def alone(**options: Any) -> tuple[OnebitAdam, nn.Parameter]:
     """An optimizer that compresses with nobody, after its first step."""
     param = nn.Parameter(torch.ones(100))
-    options = {"lr": 0.01, "force_compression": True, "block_size": 32, "freeze_step": 1, **options}
-    optimizer = OnebitAdam([param], **options)
+    options = {"lr": 0.01, "_alone": True, "block_size": 32, "freeze_step": 1, **options}
+    optimizer = OnebitAdam([param], **grouped(options))
     param.grad = torch.ones(100)
     optimizer.step()
     return optimizer, param
@@ -211,14 +213,14 @@ def alone(**options: Any) -> tuple[OnebitAdam, nn.Parameter]:
 
 def signal_within(optimizer: Any, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Signals come when the next exchange's result is applied."""
-    apply = optimizer._apply
+    apply = optimizer._engine.rule.take
 
     def interrupted(*args: Any) -> None:
         for number in numbers:
             signal.raise_signal(number)
         apply(*args)
 
-    monkeypatch.setattr(optimizer, "_apply", interrupted)
+    monkeypatch.setattr(optimizer._engine.rule, "take", interrupted)
 
 
 def test_ctrl_c_waits_for_the_end_of_the_step_and_a_second_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

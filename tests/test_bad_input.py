@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness import grouped
 
 import lightning_onebit as ob
 from lightning_onebit.lightning import (
@@ -27,6 +28,7 @@ from lightning_onebit.lightning import (
 )
 
 OPTIMIZERS = (ob.OnebitAdam, ob.OnebitLamb, ob.ZeroOneAdam, ob.BinSGDM)
+GROUPS = (ob.ExchangeOptions, ob.LambCoefficients, ob.LocalSteps)
 CALLBACKS = (CompressionStats, DivergenceGuard, LinkProbe, ReplicaConsistency, VarianceFreeze)
 
 NUMBER: tuple[Any, ...] = ("1", True, [1.0], math.nan, math.inf)
@@ -41,48 +43,41 @@ BAD: dict[str, tuple[Any, ...]] = {
     "lr": (*NUMBER, None, -1e-3),
     "betas": (0.9, "ab", (0.9,), (0.9, 1.0), (-0.1, 0.9), (0.9, "0.99"), None),
     "beta": (*NUMBER, None, -0.1, 1.0),
-    "magnitude_beta": (*NUMBER, -0.1, 1.0),
     "eps": (*NUMBER, None, -1e-8),
     "weight_decay": (*NUMBER, None, -0.1),
     "freeze_step": COUNT,
-    "var_freeze_step": COUNT,
     "bias_correction": FLAG,
-    "block_size": ("64", True, 64.0, 0, 31, 33, -32),
     "max_grad_norm": (*NUMBER, 0.0, -1.0),
     "denominator_floor": (*NUMBER, -0.1, 1.1),
-    "process_group": ("gloo", 3, object()),
-    "force_compression": FLAG,
+    "recipe": CHOICE,
+    "refresh": COUNT,
+    "trust_clip": (0.3, "ab", (0.1,), (2.0, 1.0), (-0.1, 1.0), (0.1, "1"), (0.0, 0.0)),
+    "coefficients": (0.9, {"beta": 0.9}),
+    "local_steps": (8, {"max_gap": 8}),
+    "seed": ("1", True, 1.5),
+    "exchange": (64, "step", {"block_size": 64}, {}),
+    # of the exchange
+    "block_size": ("64", True, 64.0, 0, 31, 33, -32),
     "bucket_mb": (*NUMBER, 0, -1.0, 1e300),
-    "max_consecutive_skips": (*NUMBER, 1.5, -1),
+    "overlap": CHOICE,
+    "state_dtype": (*CHOICE, torch.float16),
+    "on_nonfinite": CHOICE,
     "kernels": CHOICE,
     "timeout": ("1", 0, -1.0, 1e300),
-    "overlap": CHOICE,
-    "residual_dtype": (*CHOICE, torch.float16),
-    "denominator_dtype": (*CHOICE, torch.float16),
-    "max_coeff": (*NUMBER, 0.0, -1.0),
-    "min_coeff": (*NUMBER, -1.0),
-    "coeff_beta": (*NUMBER, -0.1, 1.0),
+    "process_group": ("gloo", 3, object()),
+    # of 1-bit LAMB's coefficients
     "factor_max": (*NUMBER, 0.0, -1.0),
     "factor_min": (*NUMBER, -1.0),
-    "factor_threshold": (*NUMBER, -0.1),
-    "preconditioned": FLAG,
-    "refresh": COUNT,
-    "var_update_scaler": COUNT,
-    "local_step_scaler": COUNT,
-    "local_step_clipper": COUNT,
-    "local_step_policy": CHOICE,
-    "var_decay": CHOICE,
-    "server": CHOICE,
-    "draws": CHOICE,
-    "overflow": CHOICE,
-    "seed": ("1", True, 1.5),
+    "threshold": (*NUMBER, -0.1),
+    # of 0/1 Adam's local steps
+    "max_gap": COUNT,
+    "double_every": COUNT,
     # of the strategy
     "algorithm": ("adam", 3, None),
     "other_optimizers": CHOICE,
     "convert_optimizers": (*FLAG, None),
     "broadcast_buffers": (*FLAG, None),
     "overlap_dense": (*FLAG, None),
-    "hierarchical": ("yes", 3, None),
     "ranks_per_node": COUNT,
     "strict_residuals": (*FLAG, None),
     # of callbacks
@@ -139,7 +134,8 @@ REMEDIES = ("must", "give", "choose", "try ", "use ", "set ", "leave ", "remove 
 
 def options_of(cls: Any) -> list[str]:
     names = list(inspect.signature(cls).parameters)
-    return [name for name in names if name != "params" and not (cls is OnebitStrategy and name in LIGHTNINGS)]
+    names = [name for name in names if name != "params" and not name.startswith("_")]
+    return [name for name in names if not (cls is OnebitStrategy and name in LIGHTNINGS)]
 
 
 def make(cls: Any, **options: Any) -> Any:
@@ -152,7 +148,7 @@ def make(cls: Any, **options: Any) -> Any:
     return cls(**options)
 
 
-CLASSES = (*OPTIMIZERS, OnebitStrategy, *CALLBACKS)
+CLASSES = (*OPTIMIZERS, *GROUPS, OnebitStrategy, *CALLBACKS)
 
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
@@ -177,8 +173,8 @@ def test_every_option_refuses_wrong_types_and_ranges_and_names_itself_the_value_
 
 
 def optimizer(**options: Any) -> ob.OnebitAdam:
-    made = ob.OnebitAdam([torch.nn.Parameter(torch.ones(40))], force_compression=True, block_size=32, **options)
-    return made
+    given = grouped({"_alone": True, "block_size": 32, **options})
+    return ob.OnebitAdam([torch.nn.Parameter(torch.ones(40))], **given)
 
 
 def stepped(steps: int = 1, **options: Any) -> ob.OnebitAdam:
@@ -228,7 +224,7 @@ def reconnected() -> None:
 
 
 def other_state() -> None:
-    made = ob.BinSGDM([torch.nn.Parameter(torch.ones(40))], force_compression=True)
+    made = ob.BinSGDM([torch.nn.Parameter(torch.ones(40))], exchange=ob.ExchangeOptions(_alone=True))
     made.load_state_dict(stepped().state_dict())
 
 

@@ -13,19 +13,21 @@ from typing import Any
 
 import pytest
 import torch
+from harness import grouped
 from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.comm import PlanMismatch, SimulatedWorld
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, TornStep
 from lightning_onebit.kernels.transfer import Download
-from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, TornStep, ZeroOneAdam
 
 STEPS = 12
 
 
 def build(algorithm: str, params: Any, group: Any = None, **options: Any) -> OnebitOptimizer:
     settings = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32, **options}
-    return CLASSES[algorithm](params, process_group=group, **settings)  # type: ignore[arg-type]
+    return CLASSES[algorithm](params, **grouped(settings, process_group=group))
 
 
 def fill(params: list[nn.Parameter], step: int, rank: int) -> None:
@@ -78,7 +80,7 @@ CHANGES: dict[str, Any] = {
 def test_a_parameter_of_another_form_is_refused_by_name(algorithm: str, step: int, change: str) -> None:
     """State lies in the memory order of the parameters: it would belong to other elements."""
     param = nn.Parameter(torch.ones(4, 3, 3, 3))
-    optimizer = build(algorithm, [param], force_compression=True)
+    optimizer = build(algorithm, [param], _alone=True)
     for t in range(step):
         optimizer.zero_grad()
         fill([param], t, 0)
@@ -134,7 +136,7 @@ def test_a_compiled_training_step_leaves_the_optimizer_alone(algorithm: str) -> 
     for compiled in (False, True):
         torch.manual_seed(0)
         model = nn.Linear(6, 4)
-        optimizer = build(algorithm, model.parameters(), force_compression=True)
+        optimizer = build(algorithm, model.parameters(), _alone=True)
 
         def train(x: Tensor, model: nn.Module = model, optimizer: Any = optimizer) -> None:
             optimizer.zero_grad()
@@ -181,10 +183,10 @@ def test_finite_gradients_whose_squares_overflow_are_an_error_on_all_ranks(algor
 def test_what_a_device_says_later_is_heard_before_anything_is_saved(kind: Any, look: str) -> None:
     """On CUDA a step asks whether what came back is finite, and does not wait for the answer."""
     param = nn.Parameter(torch.ones(100))
-    optimizer = kind([param], lr=0.01, force_compression=True, block_size=32)
+    optimizer = kind([param], lr=0.01, exchange=ExchangeOptions(_alone=True, block_size=32))
     param.grad = torch.ones(100)
     optimizer.step()
-    optimizer._doubt = Download(torch.tensor(float("inf")))
+    optimizer._engine.scales.unread = Download(torch.tensor(float("inf")))
     with pytest.raises(FloatingPointError, match="step 1: gradients of some rank are finite, but so large"):
         getattr(optimizer, look)()
     with pytest.raises(TornStep, match="step 1 did not end"):
@@ -195,7 +197,9 @@ def sent_early(group: Any, rank: int, world: int, value: float) -> tuple[list[to
     """A gradient that has been sent and is written to afterwards, beside a group that is averaged densely."""
     params = [nn.Parameter(torch.ones(200)), nn.Parameter(torch.ones(30))]
     groups = [{"params": params[:1]}, {"params": params[1:], "compress": False}]
-    optimizer = OnebitAdam(groups, lr=0.01, freeze_step=2, overlap="backward", block_size=64, process_group=group)
+    optimizer = OnebitAdam(
+        groups, lr=0.01, freeze_step=2, exchange=ExchangeOptions(overlap="backward", block_size=64, process_group=group)
+    )
     for t in range(5):
         optimizer.zero_grad()
         optimizer.begin_backward()
@@ -239,7 +243,9 @@ def test_the_stride_of_a_dimension_of_one_does_not_concern_the_state() -> None:
 def test_landing_hooks_that_are_made_anew_leave_nothing_behind() -> None:
     def hooks(group: Any, rank: int, world: int) -> tuple[Any, Any]:
         param = nn.Parameter(torch.ones(100))
-        optimizer = OnebitAdam([param], lr=0.01, overlap="backward", block_size=64, process_group=group)
+        optimizer = OnebitAdam(
+            [param], lr=0.01, exchange=ExchangeOptions(overlap="backward", block_size=64, process_group=group)
+        )
         counts = []
         for _ in range(3):
             for t in range(3):
@@ -250,7 +256,9 @@ def test_landing_hooks_that_are_made_anew_leave_nothing_behind() -> None:
                 if t == 0:
                     dense = len(param._post_accumulate_grad_hooks or ())
                     optimizer.freeze()
-            kept = [entry for entry in weakref.finalize._registry.values() if entry.weakref() is optimizer]
+            kept = [
+                entry for entry in weakref.finalize._registry.values() if entry.weakref() is optimizer._engine.early
+            ]
             counts.append((len(param._post_accumulate_grad_hooks or ()), len(kept)))
             optimizer.thaw()
             assert len(param._post_accumulate_grad_hooks or ()) == dense, "a thaw takes those of the overlap back"
@@ -262,7 +270,7 @@ def test_landing_hooks_that_are_made_anew_leave_nothing_behind() -> None:
 
 def test_importing_the_optimizers_does_not_import_a_compiler() -> None:
     look = "print('torch._dynamo' in sys.modules)"
-    program = f"import sys, torch\n{look}\nimport lightning_onebit.optim\n{look}"
+    program = f"import sys, torch\n{look}\nimport lightning_onebit.algorithms\n{look}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
     before, after = done.stdout.split()
     assert after == before
@@ -273,7 +281,9 @@ def test_importing_the_optimizers_does_not_import_a_compiler() -> None:
 def test_one_second_moment_that_overflows_does_not_stop_its_whole_tensor(kind: Any, floor: float) -> None:
     """1-bit LAMB compresses momenta, in which the square of that gradient overflows too: it says so when it begins to."""
     param = nn.Parameter(torch.ones(100))
-    optimizer = kind([param], lr=0.01, freeze_step=3, force_compression=True, block_size=32, denominator_floor=floor)
+    optimizer = kind(
+        [param], lr=0.01, freeze_step=3, denominator_floor=floor, exchange=ExchangeOptions(_alone=True, block_size=32)
+    )
     for t in range(3 if kind is OnebitLamb else 6):
         optimizer.zero_grad()
         fill([param], t, 0)
@@ -292,7 +302,9 @@ def test_one_second_moment_that_overflows_does_not_stop_its_whole_tensor(kind: A
 def broken_dense_group(group: Any, rank: int, world: int) -> tuple[str, bool]:
     p, q = nn.Parameter(torch.ones(300)), nn.Parameter(torch.ones(5))
     groups = [{"params": [p]}, {"params": [q], "compress": False}]
-    optimizer = OnebitAdam(groups, lr=0.01, freeze_step=2, overlap="backward", process_group=group)
+    optimizer = OnebitAdam(
+        groups, lr=0.01, freeze_step=2, exchange=ExchangeOptions(overlap="backward", process_group=group)
+    )
     for t in range(6):
         optimizer.zero_grad()
         before = [x.detach().clone() for x in (p, q)]
@@ -316,7 +328,7 @@ def test_with_overlap_a_bad_gradient_of_a_dense_group_is_an_error_before_anythin
 def written(group: Any, rank: int, world: int, dtype: torch.dtype, when: str) -> tuple[int, float, float]:
     """Writes 9 into a weight whose gradient is always 0; what it is after the next synchronisation, and in a state saved before."""
     param = nn.Parameter(torch.ones(64, dtype=dtype))
-    optimizer: Any = build("zero_one_adam", [param], group, local_step_clipper=2, local_step_scaler=1)
+    optimizer: Any = build("zero_one_adam", [param], group, local_steps=LocalSteps(max_gap=2, double_every=1))
     saved, at = float("nan"), -1
     for t in range(20):
         optimizer.zero_grad()
@@ -349,7 +361,7 @@ def saved_between(group: Any, rank: int, world: int, within: bool) -> tuple[list
 
     def make() -> tuple[list[nn.Parameter], Any]:
         params = [nn.Parameter(torch.ones(40)), nn.Parameter(torch.ones(9).bfloat16())]
-        return params, build("zero_one_adam", params, group, local_step_scaler=2)
+        return params, build("zero_one_adam", params, group)
 
     def go(params: list[nn.Parameter], optimizer: Any, steps: range) -> None:
         for t in steps:
@@ -399,7 +411,7 @@ def test_after_a_collective_that_failed_communication_can_be_given_back_and_anot
 
     def stalls(group: Any) -> OnebitOptimizer:
         param = params[group.rank]
-        optimizer = OnebitAdam([param], lr=1e-3, process_group=group, timeout=0.5)
+        optimizer = OnebitAdam([param], lr=1e-3, exchange=ExchangeOptions(process_group=group, timeout=0.5))
         for t in range(2):
             optimizer.zero_grad()
             if t == 1 and group.rank == 1:
@@ -417,7 +429,7 @@ def test_after_a_collective_that_failed_communication_can_be_given_back_and_anot
 
     def goes_on(group: Any) -> float:
         param = params[group.rank]
-        optimizer = OnebitAdam([param], lr=1e-3, process_group=group)
+        optimizer = OnebitAdam([param], lr=1e-3, exchange=ExchangeOptions(process_group=group))
         for _ in range(2):
             optimizer.zero_grad()
             optimizer.begin_backward()
@@ -437,7 +449,7 @@ def test_a_damaged_state_is_refused_before_anything_changes(
     algorithm: str, key: str, value: Any, named: list[str]
 ) -> None:
     param = nn.Parameter(torch.ones(40))
-    optimizer = build(algorithm, [param], force_compression=True)
+    optimizer = build(algorithm, [param], _alone=True)
     for t in range(8):
         optimizer.zero_grad()
         fill([param], t, 0)
@@ -495,10 +507,10 @@ def test_what_is_laid_out_in_inference_mode_serves_the_steps_after_it(
 
     def run(inference: bool) -> list[Tensor]:
         params = [nn.Parameter(torch.ones(5 * 32)), nn.Parameter(torch.ones(40, dtype=torch.bfloat16))]
-        options: Any = {"force_compression": True, "denominator_dtype": "bfloat16"}
+        options: Any = {"_alone": True, "state_dtype": "bfloat16"}
         if algorithm != "onebit_lamb":
             options["refresh"] = 3
-        optimizer = CLASSES[algorithm](params, lr=0.01, block_size=32, kernels=kernels, **options)  # type: ignore[call-arg]
+        optimizer = CLASSES[algorithm](params, lr=0.01, **grouped(options, block_size=32, kernels=kernels))
         for t in range(12):
             if t == 3 and called != "freeze":
                 optimizer.freeze()

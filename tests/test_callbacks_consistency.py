@@ -11,9 +11,9 @@ from harness import RanksFailed, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin, ReplicaMismatch, fingerprint
 from lightning_onebit.comm import CollectiveFailure, PlanMismatch
-from lightning_onebit.optim import OnebitAdam
 
 
 def _module(*shapes: tuple[int, ...]) -> torch.nn.Module:

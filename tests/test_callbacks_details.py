@@ -19,6 +19,7 @@ from optim_support import run_world
 from test_callbacks_guard import _run, _Said, said  # noqa: F401  (a fixture)
 
 from lightning_onebit import bench
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks import probe
 from lightning_onebit.callbacks.freeze import LearningRateWatch, VarianceFreezeMixin
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
@@ -26,7 +27,7 @@ from lightning_onebit.callbacks.probe import LinkProbeMixin
 from lightning_onebit.callbacks.stats import CompressionStatsMixin
 from lightning_onebit.checkpoint import ShardError, Stamp, agree, read_shard, shard_path, write_shard
 from lightning_onebit.comm import ByteLedger, Topology, Transport
-from lightning_onebit.optim import OnebitAdam, Phase
+from lightning_onebit.engine import Phase
 from lightning_onebit.planner import Cluster, Job, predict
 
 
@@ -146,7 +147,7 @@ def _bound(rank: int, world: int) -> Any:
         class Look(pl.Callback):
             def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
                 [optimizer] = trainer.strategy.onebit_optimizers
-                found.append(optimizer._timeout.total_seconds())
+                found.append(optimizer._engine.link.timeout.total_seconds())
 
         trainer.callbacks.append(Look())
         trainer.fit(make_module(pl, onebit(freeze_step=2, timeout=limit)), loader())

@@ -16,6 +16,7 @@ from fake_trainer import FakeTrainer, onebit_adam
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.freeze import (
     LearningRateWatch,
     VarianceFreezeMixin,
@@ -23,7 +24,7 @@ from lightning_onebit.callbacks.freeze import (
     volume_reduction,
 )
 from lightning_onebit.comm import CollectiveFailure, PlanMismatch, SimulatedGroup, SimulatedWorld
-from lightning_onebit.optim import OnebitAdam, Phase
+from lightning_onebit.engine import Phase
 
 
 @pytest.fixture
@@ -593,9 +594,9 @@ def _ranks(body: Any) -> list[tuple[type | None, str, int, Phase]]:
 
         def broadcast(value: bool) -> bool:
             told = torch.zeros(2, dtype=torch.uint8)
-            assert optimizer._transport is not None
+            assert optimizer._engine.link.transport is not None
             mine = torch.tensor([value], dtype=torch.uint8)
-            optimizer._transport.all_gather(told, mine, group, what="decision", link=None).wait()  # type: ignore[arg-type]
+            optimizer._engine.link.transport.all_gather(told, mine, group, what="decision", link=None).wait()  # type: ignore[arg-type]
             return bool(told[0])
 
         trainer.strategy.broadcast = broadcast

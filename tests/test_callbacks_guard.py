@@ -16,9 +16,10 @@ from lightning_support import enter, loader, make_module, onebit, quiet_trainer,
 
 import lightning_onebit.callbacks.freeze as freeze
 import lightning_onebit.callbacks.guard as guard
+from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
-from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, Phase, ZeroOneAdam
+from lightning_onebit.engine import Phase
 
 
 class _Said:

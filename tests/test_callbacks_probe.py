@@ -13,9 +13,9 @@ from fake_trainer import FakeModule, FakeTrainer, onebit_adam
 from harness import run_ranks
 
 import lightning_onebit.callbacks.probe as probe
+from lightning_onebit.algorithms import BinSGDM, OnebitAdam
 from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks.probe import LinkProbeMixin, LinkReport
-from lightning_onebit.optim import BinSGDM, OnebitAdam
 from lightning_onebit.planner import Cluster, Job, exchange_of
 
 

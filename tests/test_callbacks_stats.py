@@ -14,6 +14,7 @@ import torch
 from fake_trainer import FakeModule, FakeTrainer, onebit_adam
 from harness import run_ranks
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.stats import (
     FIGURE_NAME,
     METRICS,
@@ -21,7 +22,6 @@ from lightning_onebit.callbacks.stats import (
     format_bytes,
     format_ratio,
 )
-from lightning_onebit.optim import OnebitAdam
 
 
 def _train(callback: Any, optimizers: list[Any], steps: int, *, freeze_after: int = 2, trainer: Any = None) -> Any:

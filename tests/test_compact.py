@@ -11,16 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_onebit.optim import OnebitAdam, OnebitLamb, OnebitOptimizer, ZeroOneAdam
-from lightning_onebit.optim.compact import Inversion, compact, expanded
-from lightning_onebit.optim.rules import reciprocal_denominator_, second_moment_from_reciprocal
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.algorithms.updates import reciprocal_denominator_, second_moment_from_reciprocal
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
+from lightning_onebit.engine.compact import Inversion, compact, expanded
+from lightning_onebit.engine.state import packed
 
 MAKERS: dict[str, Any] = {
-    "adam": lambda p: OnebitAdam(p, freeze_step=3, force_compression=True),
-    "plain rule": lambda p: OnebitAdam(p, freeze_step=3, preconditioned=False, force_compression=True),
-    "16 bits": lambda p: OnebitAdam(p, freeze_step=3, denominator_dtype="bfloat16", force_compression=True),
-    "lamb": lambda p: OnebitLamb(p, freeze_step=3, force_compression=True),
-    "0/1": lambda p: ZeroOneAdam(p, var_freeze_step=3, local_step_clipper=1, force_compression=True),
+    "adam": lambda p: OnebitAdam(p, freeze_step=3, exchange=ExchangeOptions(_alone=True)),
+    "published": lambda p: OnebitAdam(p, freeze_step=3, recipe="published", exchange=ExchangeOptions(_alone=True)),
+    "16 bits": lambda p: OnebitAdam(p, freeze_step=3, exchange=ExchangeOptions(state_dtype="bfloat16", _alone=True)),
+    "lamb": lambda p: OnebitLamb(p, freeze_step=3, exchange=ExchangeOptions(_alone=True)),
+    "0/1": lambda p: ZeroOneAdam(
+        p, freeze_step=3, local_steps=LocalSteps(max_gap=1), exchange=ExchangeOptions(_alone=True)
+    ),
 }
 
 
@@ -70,7 +74,7 @@ def test_a_state_after_the_freeze_is_not_larger_than_adamws(kind: str) -> None:
 def test_what_is_left_out_comes_back_bit_for_bit_whatever_the_layout(kind: str) -> None:
     """Also from a file that has lost the strides, and in an optimizer of other blocks."""
     params, optimizer = trained(MAKERS[kind], [(5, 3, 4, 4), (70, 60), (1,), (7,)])
-    whole, saved = optimizer._packed_state(), optimizer.state_dict()
+    whole, saved = packed(optimizer), optimizer.state_dict()
     assert "reciprocal_denominator" in whole["state"][1] and "reciprocal_denominator" not in saved["state"][1]
     before = copy.deepcopy(saved)
     for state in saved["state"].values():
@@ -95,7 +99,7 @@ def test_what_is_left_out_comes_back_bit_for_bit_whatever_the_layout(kind: str) 
 
 def test_plain_adamw_loads_it_and_steps_by_the_frozen_denominators() -> None:
     params, optimizer = trained(MAKERS["adam"], [(40, 50)])
-    whole = optimizer._packed_state()["state"][0]
+    whole = packed(optimizer)["state"][0]
     plain = torch.optim.AdamW(params, lr=0.5, weight_decay=0.0)
     plain.load_state_dict({**optimizer.state_dict(), "param_groups": plain.state_dict()["param_groups"]})
     before, params[0].grad = params[0].detach().clone(), torch.zeros_like(params[0])

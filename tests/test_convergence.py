@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from harness import run_ranks
+from harness import grouped, run_ranks
 from optim_support import CLASSES
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -20,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 from data import load_corpus  # lives in examples/
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
-from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.engine import ExchangeOptions
 
 STEPS, RISE, FREEZE_STEP = 160, 8, 32
 BATCH, CONTEXT, WIDTH, LAYERS, HEADS = 32, 32, 48, 2, 4  # the batch is that of all ranks together
@@ -149,14 +150,20 @@ def train_simulated(
     group: SimulatedGroup, name: str, lr: float, options: dict[str, Any], steps: int
 ) -> tuple[float, float]:
     model = Model()
-    optimizer = CLASSES[name](model.parameters(), lr=lr, weight_decay=0.01, process_group=group, **options)
+    optimizer = CLASSES[name](model.parameters(), lr=lr, weight_decay=0.01, **grouped(options, process_group=group))
     return train(model, model, optimizer, lr, group.rank, group.size, steps)[1], optimizer.ledger.ratio
 
 
 @pytest.mark.parametrize(
     ("name", "options", "twin", "lr", "steps"),
     [
-        ("zero_one_adam", {"var_freeze_step": FREEZE_STEP, "local_step_scaler": FREEZE_STEP}, "adamw", LR, STEPS),
+        (
+            "zero_one_adam",
+            {"freeze_step": FREEZE_STEP, "local_steps": LocalSteps(double_every=FREEZE_STEP)},
+            "adamw",
+            LR,
+            STEPS,
+        ),
         ("binsgdm", {}, "adamw", LR, STEPS),
         # whose second moments stay as they froze: those of a hundred steps, not of 32
         ("onebit_lamb", {"freeze_step": 96}, "lamb", 4 * LR, 480),
@@ -175,7 +182,7 @@ def test_the_other_algorithms_reach_the_loss_of_their_twins_within_three_percent
 REGRESSION_STEPS = 400
 
 
-def regression(group: Any, name: str | None, peak: float = 0.05, **more: Any) -> tuple[float, torch.Tensor]:
+def regression(group: Any, name: str | None, peak: float = 0.05) -> tuple[float, torch.Tensor]:
     """Mean squared error on all data after training on a share of it, over that of least squares; None: by AdamW on all of it."""
     draws = torch.Generator().manual_seed(0)
     x = torch.randn(512, 20, generator=draws) * torch.logspace(-0.5, 0.5, 20)
@@ -190,10 +197,10 @@ def regression(group: Any, name: str | None, peak: float = 0.05, **more: Any) ->
         options = {
             "onebit_adam": {"freeze_step": 80},
             "onebit_lamb": {"freeze_step": 120},
-            "zero_one_adam": {"var_freeze_step": 80, "local_step_scaler": 80},
+            "zero_one_adam": {"freeze_step": 80, "local_steps": LocalSteps(double_every=80)},
             "binsgdm": {},
         }[name]
-        optimizer = CLASSES[name]([weight], block_size=32, process_group=group, **options, **more)
+        optimizer = CLASSES[name]([weight], exchange=ExchangeOptions(block_size=32, process_group=group), **options)
     order = torch.Generator().manual_seed(1)
     for step in range(REGRESSION_STEPS):
         optimizer.param_groups[0]["lr"] = peak * (1 + math.cos(math.pi * step / REGRESSION_STEPS)) / 2
@@ -208,22 +215,19 @@ def regression(group: Any, name: str | None, peak: float = 0.05, **more: Any) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "peak", "options"),
+    ("name", "peak"),
     [
-        *((name, 0.05, {}) for name in CLASSES if name != "binsgdm"),
+        *((name, 0.05) for name in CLASSES if name != "binsgdm"),
         # it remembers the first gradients, which are a hundred times as large as the last, for most of so short a run
-        ("binsgdm", 0.1, {}),
-        ("binsgdm", 0.05, {"magnitude_beta": 0.99}),
+        ("binsgdm", 0.1),
     ],
 )
-def test_linear_regression_comes_as_close_to_least_squares_as_adamw(
-    name: str, peak: float, options: dict[str, Any]
-) -> None:
+def test_linear_regression_comes_as_close_to_least_squares_as_adamw(name: str, peak: float) -> None:
     """Within 1 % of AdamW's error with half of the batch on each of two ranks; replicas are equal.
 
     0/1 Adam, whose one-bit rounds begin here near the peak of lr: within 1.5 %.
     """
     adamw, _ = regression(None, None)
-    (error, a), (_, b) = SimulatedWorld(2).run(lambda group: regression(group, name, peak, **options))
+    (error, a), (_, b) = SimulatedWorld(2).run(lambda group: regression(group, name, peak))
     assert adamw < 1.05 and torch.equal(a, b)
     assert error < (1.015 if name == "zero_one_adam" else 1.01) * adamw

@@ -21,8 +21,8 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from lightning_onebit import OnebitAdam
-from lightning_onebit.optim.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
+from lightning_onebit import ExchangeOptions, OnebitAdam
+from lightning_onebit.engine.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
 
 
 def parameters(count: int = 2) -> list[torch.nn.Parameter]:
@@ -48,12 +48,12 @@ def test_groups_hyperparameters_and_keys_of_the_users_are_taken_over() -> None:
         lr=0.2,
         weight_decay=0.03,
     )
-    made = convert_adam(plain, OnebitAdam, {"freeze_step": 7, "block_size": 64})
+    made = convert_adam(plain, OnebitAdam, {"freeze_step": 7, "exchange": ExchangeOptions(block_size=64)})
     first, second = made.param_groups
     assert first["params"] == [a] and second["params"] == [b]
     assert (first["lr"], first["name"], first["compress"], first["weight_decay"]) == (0.1, "head", False, 0.03)
     assert (second["lr"], second["betas"], second["eps"], second["compress"]) == (0.2, (0.8, 0.99), 1e-6, True)
-    assert made.freeze_step == 7 and made.options.block_size == 64
+    assert made.freeze_step == 7 and made.exchange.block_size == 64
     made.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     assert (made.param_groups[2]["lr"], made.param_groups[2]["weight_decay"]) == (0.2, 0.03)
     assert "lr" in plain.param_groups[0] and "amsgrad" in plain.param_groups[0], "the plain optimizer was changed"

@@ -15,14 +15,16 @@ from harness import counting, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_onebit import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit import BinSGDM, ExchangeOptions, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.ddp import clip_grad_norm_, load_residuals, onebit_ddp, save_residuals
 
 #: every algorithm through every kind of step: dense, compressed, refreshes after the freeze, local
 MAKERS: dict[str, Any] = {
     "onebit_adam": lambda p: OnebitAdam(p, lr=1e-2, freeze_step=3, refresh=3),
     "onebit_lamb": lambda p: OnebitLamb(p, lr=1e-2, freeze_step=3),
-    "zero_one_adam": lambda p: ZeroOneAdam(p, lr=1e-2, var_freeze_step=4, local_step_scaler=2, local_step_clipper=4),
+    "zero_one_adam": lambda p: ZeroOneAdam(
+        p, lr=1e-2, freeze_step=4, local_steps=LocalSteps(max_gap=4, double_every=2)
+    ),
     "binsgdm": lambda p: BinSGDM(p, lr=1e-3),
 }
 STEPS = 12
@@ -139,7 +141,7 @@ def test_a_wrapped_model_trains_bit_for_bit_as_an_unwrapped_one() -> None:
 
 def count_collectives(rank: int, world: int) -> None:
     model = DistributedDataParallel(net(), bucket_cap_mb=0.005)
-    optimizer = OnebitAdam(model.parameters(), lr=1e-2, freeze_step=2, block_size=64)
+    optimizer = OnebitAdam(model.parameters(), lr=1e-2, freeze_step=2, exchange=ExchangeOptions(block_size=64))
     onebit_ddp(model, optimizer)
     numel = sum(p.numel() for p in model.parameters())
     for step in range(4):
@@ -206,8 +208,8 @@ def refuse(rank: int, world: int) -> None:
     def wrapped(**options: Any) -> DistributedDataParallel:
         return DistributedDataParallel(net(), **options)
 
-    def adam(model: nn.Module, **options: Any) -> OnebitAdam:
-        return OnebitAdam(model.parameters(), **{"freeze_step": 2, **options})
+    def adam(model: nn.Module, **exchange: Any) -> OnebitAdam:
+        return OnebitAdam(model.parameters(), freeze_step=2, exchange=ExchangeOptions(**exchange))
 
     model = wrapped()
     with pytest.raises(

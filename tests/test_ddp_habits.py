@@ -56,10 +56,14 @@ def test_a_keyword_that_asks_for_nothing_missing_is_accepted_with_one_line_that_
         ({"ddp_comm_wrapper": print}, "the strategy itself compresses", "the strategy itself compresses"),
         (
             {"model_averaging_period": 4},
-            'OnebitStrategy("zero_one_adam", local_step_scaler=...',
+            'OnebitStrategy("zero_one_adam", local_steps=LocalSteps(...))',
             'Fabric(strategy="zero_one_adam")',
         ),
-        ({"bucket_cap_mb": 50}, "bucket_mb=50", "fabric.strategy.optimizer(params, bucket_mb=50)"),
+        (
+            {"bucket_cap_mb": 50},
+            "is exchange=ExchangeOptions(bucket_mb=50) here",
+            "fabric.strategy.optimizer(params, exchange=ExchangeOptions(bucket_mb=50))",
+        ),
         ({"process_group": 1}, "process groups of all ranks by itself", "process groups of all ranks by itself"),
         ({"mixed_precision": 1}, "give `precision` to the Trainer", "give `precision` to the Fabric"),
         ({"init_sync": False}, "rank 0's weights", "rank 0's weights"),
@@ -84,9 +88,15 @@ def test_a_keyword_that_has_a_counterpart_is_refused_with_it(
         (strategy_class, {"freez_step": 3}, "did you mean freeze_step or"),
         (strategy_class, {"find_unused_params": True}, "find_unused_parameters"),
         (strategy_class, {"lr": 0.1}, "`self.trainer.strategy.optimizer(params, lr=0.1)`"),
+        (strategy_class, {"block_size": 64}, "give `exchange=ExchangeOptions(block_size=64)` to the strategy"),
         (strategy_class, {"xyzzy": 1}, "see help(lightning_onebit.OnebitStrategy)"),
         (fabric_class, {"timout": 3}, "did you mean timeout?"),
         (fabric_class, {"freeze_step": 3}, "`fabric.strategy.optimizer(params, freeze_step=3)`"),
+        (
+            fabric_class,
+            {"block_size": 64},
+            "`exchange=ExchangeOptions(block_size=64)` to fabric.strategy.optimizer(params",
+        ),
         (fabric_class, {"xyzzy": 1}, "see help(lightning_onebit.fabric.OnebitStrategy)"),
     ],
 )

@@ -15,10 +15,11 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from harness import run_ranks
+from harness import grouped, run_ranks
+from optim_support import CLASSES, in_the_oracles_letters
 
-from lightning_onebit.optim import OnebitAdam, OnebitLamb, ZeroOneAdam
-from lightning_onebit.optim.policies import make_sync_policy, replay_schedule
+from lightning_onebit.algorithms import LambCoefficients, LocalSteps
+from lightning_onebit.algorithms.schedules import make_sync_policy, replay_schedule
 
 DATA = Path(__file__).parent / "data"
 RECORDED = json.loads((DATA / "deepspeed_0_19_6.json").read_text())
@@ -27,25 +28,30 @@ assert _spec is not None and _spec.loader is not None
 recording = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(recording)
 
-CLASSES: dict[str, Any] = {"onebit_adam": OnebitAdam, "onebit_lamb": OnebitLamb, "zero_one_adam": ZeroOneAdam}
 # its formulas: no bias correction, no floor under the denominators; one block is what one rank reduces, as there
-AS_THERE = {"bias_correction": False, "denominator_floor": 0.0, "block_size": 32}
+AS_THERE: dict[str, Any] = {"bias_correction": False, "denominator_floor": 0.0, "block_size": 32}
 
 
 def options_of(case: str) -> dict[str, Any]:
     """Our options for a recorded run."""
-    options = {**recording.CASES[case]["options"], **AS_THERE}
-    if case != "onebit_lamb":
-        options |= {"preconditioned": False, "refresh": "never"}
-    if "freeze_step" in options:
-        # its counter includes the first step, which it throws away
-        options["freeze_step"] -= 1
-    return options
+    theirs = recording.CASES[case]["options"]
+    options = {**{name: theirs[name] for name in ("lr", "betas", "eps", "weight_decay")}, **AS_THERE}
+    if case == "zero_one_adam":
+        gaps = LocalSteps(max_gap=theirs["local_step_clipper"], double_every=theirs["local_step_scaler"])
+        options |= {"freeze_step": theirs["var_freeze_step"], "_doubling": theirs["var_update_scaler"]}
+        return options | {"local_steps": gaps, "recipe": "published"}
+    # its counter includes the first step, which it throws away
+    options["freeze_step"] = theirs["freeze_step"] - 1
+    if case == "onebit_adam":
+        return options | {"recipe": "published"}
+    bounds = {name: theirs[name] for name in ("factor_min", "factor_max")}
+    coefficients = LambCoefficients(beta=theirs["coeff_beta"], threshold=theirs["factor_threshold"], **bounds)
+    return options | {"trust_clip": (theirs["min_coeff"], theirs["max_coeff"]), "coefficients": coefficients}
 
 
 def train(rank: int, world: int, case: str) -> dict[str, Any]:
     params = [torch.nn.Parameter(torch.from_numpy(x)) for x in recording.start(case)]
-    optimizer = CLASSES[case](params, **options_of(case))
+    optimizer = CLASSES[case](params, **grouped(options_of(case)))
     trajectory, records = [], []
     for step in range(1, recording.CASES[case]["steps"] + 1):
         for index, p in enumerate(params):
@@ -59,11 +65,9 @@ def train(rank: int, world: int, case: str) -> dict[str, Any]:
 
 def simulate(case: str) -> Any:
     """The oracle on the same run: tells how close a rounding error comes to turning a sign."""
-    o = options_of(case)
-    names = {"betas": None, "weight_decay": "wd", "freeze_step": "T_w", "denominator_floor": "phi"}
-    settings = {names.get(k) or k: v for k, v in o.items() if k != "betas"}
+    settings = in_the_oracles_letters(case, options_of(case))
     kind: Any = {"onebit_adam": oracle.Adam, "onebit_lamb": oracle.Lamb, "zero_one_adam": oracle.ZeroOneAdam}[case]
-    simulated = kind(recording.start(case), 2, b1=o["betas"][0], b2=o["betas"][1], **settings)
+    simulated = kind(recording.start(case), 2, **settings)
     for step in range(1, recording.CASES[case]["steps"] + 1):
         tensors = range(len(recording.CASES[case]["sizes"]))
         simulated.step([[recording.gradient(case, step, i, index) for index in tensors] for i in range(2)])
@@ -141,11 +145,11 @@ def test_schedule_replay_gives_the_published_rounds() -> None:
     )
     assert theirs == published
     # it asks `step > var_freeze_step` after the step, so its 12,500 lets 12,501 steps pass before the local stage
-    policy = make_sync_policy("interval", scaler=32_678, clipper=16)
-    ours = replay_schedule(152_511, var_freeze_step=12_501, var_update_scaler=16, policy=policy, refresh=False)
+    policy = make_sync_policy(LocalSteps(double_every=32_678))
+    ours = replay_schedule(152_511, freeze_step=12_501, policy=policy, refresh=False)
     assert ours == published
-    policy = make_sync_policy("interval", scaler=32_768, clipper=16)
-    ours = replay_schedule(152_511, var_freeze_step=12_500, var_update_scaler=16, policy=policy, refresh=False)
+    policy = make_sync_policy(LocalSteps())
+    ours = replay_schedule(152_511, freeze_step=12_500, policy=policy, refresh=False)
     assert sum(ours.values()) == 152_511
     for kind, count in published.items():
         assert ours[kind] == pytest.approx(count, rel=0.01), kind

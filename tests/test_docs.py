@@ -16,7 +16,7 @@ import yaml
 from harness import run_ranks
 from lightning_support import enter
 
-from lightning_onebit.optim import OnebitOptimizer
+from lightning_onebit.engine import OnebitOptimizer
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -157,7 +157,7 @@ def test_documentation_builds_without_a_warning(tmp_path: Path) -> None:
     }
     assert {"step", "state_dict", "phase"} <= public
     for name in public - {"algorithm", "local_steps"}:
-        assert f'id="lightning_onebit.optim.OnebitOptimizer.{name}"' in reference, name
+        assert f'id="lightning_onebit.engine.OnebitOptimizer.{name}"' in reference, name
     # images outside of docs/ are in the site, where the page looks for them
     page = (tmp_path / "performance.html").read_text()
     images = re.findall(r'src="(repository/[^"]+\.png)"', page)

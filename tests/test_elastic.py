@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import grouped, run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning_support import (
     differing,
+    early_refreshes,
     enter,
     loader,
     make_module,
@@ -27,9 +28,9 @@ from test_resume import OPTIONS, training_step
 
 import lightning_onebit as ob
 from lightning_onebit.comm import SimulatedWorld, plan_buckets
-from lightning_onebit.optim import OnebitOptimizer
-from lightning_onebit.optim.compact import expanded
-from lightning_onebit.optim.redistribute import Redistribution
+from lightning_onebit.engine.compact import expanded
+from lightning_onebit.engine.redistribute import Redistribution
+from lightning_onebit.engine.step import Step
 
 CPU = torch.device("cpu")
 
@@ -166,7 +167,8 @@ def test_state_of_something_else_is_refused(change: dict[str, Any], message: str
 
 
 def configure(module: Any) -> Any:
-    return module.trainer.strategy.optimizer(module.parameters(), lr=1e-2, weight_decay=0.01)
+    strategy = module.trainer.strategy
+    return strategy.optimizer(module.parameters(), lr=1e-2, weight_decay=0.01, **early_refreshes(strategy))
 
 
 def elastic_rank(
@@ -202,9 +204,8 @@ def elastic_rank(
             if save is not None:
                 module.trainer.save_checkpoint(save)
 
-    strategy = strategy_class()(
-        algorithm, ranks_per_node=ranks_per_node, block_size=64, **OPTIONS[algorithm], **options
-    )
+    given = grouped(OPTIONS[algorithm], block_size=64, **options)
+    strategy = strategy_class()(algorithm, ranks_per_node=ranks_per_node, **given)
     hooks = {"on_train_start": on_train_start, "on_train_batch_end": on_train_batch_end}
     module = make_module(pl, configure, norm_net, training_step=training_step, **hooks)
     trainer = quiet_trainer(pl, strategy, max_steps=steps, max_epochs=20)
@@ -343,7 +344,9 @@ def lost_rank(rank: int, world: int, path: str, strict: bool, net: Any = norm_ne
         (optimizer,) = module.trainer.strategy.onebit_optimizers
         found["residuals"] = sum(float(t.abs().sum()) for t in optimizer.residual_state_dict()["tensors"].values())
 
-    strategy = strategy_class()("onebit_adam", block_size=64, strict_residuals=strict, **OPTIONS["onebit_adam"])
+    strategy = strategy_class()(
+        "onebit_adam", strict_residuals=strict, exchange=ob.ExchangeOptions(block_size=64), **OPTIONS["onebit_adam"]
+    )
     module = make_module(pl, configure, net, training_step=training_step, on_train_start=on_train_start)
     trainer = quiet_trainer(pl, strategy, max_steps=9, max_epochs=20)
     with warnings.catch_warnings(record=True) as caught:
@@ -444,9 +447,10 @@ def constant_worker(group: Any, rank: int, algorithm: str, steps: int, state: di
         "onebit_adam, refreshing": (ob.OnebitAdam, {"freeze_step": 3, "refresh": 3}),
         "onebit_lamb": (ob.OnebitLamb, {"freeze_step": 3}),
         # refreshes at 1, 2, 4, 8, ...: v has had fewer updates than there were steps
-        "zero_one_adam": (ob.ZeroOneAdam, {"var_freeze_step": 12, "var_update_scaler": 1}),
+        "zero_one_adam": (ob.ZeroOneAdam, {"freeze_step": 12, "_doubling": 1}),
     }[algorithm]
-    optimizer: Any = kind(params, lr=1e-4, denominator_floor=0.0, block_size=32, process_group=group, **options)
+    exchange = ob.ExchangeOptions(block_size=32, process_group=group)
+    optimizer: Any = kind(params, lr=1e-4, denominator_floor=0.0, exchange=exchange, **options)
     if state is not None:
         optimizer.load_state_dict(state)
     for _ in range(steps):
@@ -486,7 +490,7 @@ def test_the_bias_correction_of_second_moments_survives_worlds_of_two_and_one(al
 def half_worker(group: Any, rank: int, state: Any, first: int, last: int, **options: Any) -> Any:
     """0/1 Adam where every second coordinate never has a gradient (rows of an embedding that are not used); one-bit rounds come early."""
     p = torch.nn.Parameter(torch.zeros(256) if state is None else state[0].clone())
-    optimizer = ob.ZeroOneAdam([p], lr=1e-3, process_group=group, **options)
+    optimizer = ob.ZeroOneAdam([p], lr=1e-3, exchange=ob.ExchangeOptions(process_group=group), **options)
     if state is not None:
         optimizer.load_state_dict(state[1])
     return half_steps(p, optimizer, rank, first, last)
@@ -500,17 +504,10 @@ def half_steps(p: torch.nn.Parameter, optimizer: Any, rank: int, first: int, las
     return p.detach().clone(), optimizer.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("options", "steps"),
-    [
-        ({}, 30),
-        ({"var_decay": "refresh"}, 30),
-    ],
-)
-def test_unused_coordinates_stay_bounded_where_one_rank_or_adamw_goes_on_from_one_bit_rounds(
-    options: dict[str, Any], steps: int
-) -> None:
+@pytest.mark.parametrize("recipe", ["default", "published"])
+def test_unused_coordinates_stay_bounded_where_one_rank_or_adamw_goes_on_from_one_bit_rounds(recipe: str) -> None:
     """Their momentum is noise and their second moment 0, which whoever does not compress must not divide by."""
+    steps, options = 30, {"recipe": recipe}
     saved = SimulatedWorld(2).run(lambda group: half_worker(group, group.rank, None, 0, steps, **options))[0]
     (mine,) = saved[1]["state"].values()
     assert float(mine["exp_avg"][1::2].abs().max()) > 0
@@ -538,10 +535,10 @@ def test_one_rank_that_resumes_alone_keeps_the_variance_as_it_is() -> None:
 
 
 COLD = {
-    "onebit_adam": (ob.OnebitAdam, {"preconditioned": False}),
+    "onebit_adam": (ob.OnebitAdam, {"recipe": "published"}),
     "onebit_lamb": (ob.OnebitLamb, {}),
     # refreshes at 1, 2, 4, 8, 16
-    "zero_one_adam": (ob.ZeroOneAdam, {"var_update_scaler": 1, "preconditioned": False}),
+    "zero_one_adam": (ob.ZeroOneAdam, {"_doubling": 1, "recipe": "published"}),
 }
 COLD_STEPS = 12
 
@@ -555,7 +552,7 @@ def cold_worker(group: Any, algorithm: str, first: int = 0, last: int = COLD_STE
     rank = group.rank
     params = [torch.nn.Parameter(torch.ones(256)) for _ in range(2)]
     kind, options = COLD[algorithm]
-    optimizer: Any = kind(params, lr=1e-3, block_size=64, process_group=group, **options)
+    optimizer: Any = kind(params, lr=1e-3, exchange=ob.ExchangeOptions(block_size=64, process_group=group), **options)
     if saved is not None:
         with torch.no_grad():
             for p, x in zip(params, saved[0], strict=True):
@@ -602,7 +599,7 @@ def test_a_tensor_first_used_after_the_freeze_stays_bounded_where_steps_are_dens
     algorithm: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a state of a release that compressed it: its momentum is noise, its second moments are 0, and it begins without either."""
-    monkeypatch.setattr(OnebitOptimizer, "_hear", lambda self, verdict: None)
+    monkeypatch.setattr(Step, "hear", lambda self, verdict: None)
     weights, state, _, moved = SimulatedWorld(2).run(cold_worker, algorithm)[0]
     if how != "thaw":
         noise = state["state"][1].get("exp_avg_exact")

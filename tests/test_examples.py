@@ -333,7 +333,8 @@ def test_every_algorithm_has_a_configuration(algorithm: str) -> None:
 def test_cli_trains_zero_one_adam_from_configuration(tmp_path: Path) -> None:
     """Started as a user starts it: Lightning starts the second process."""
     config = str(EXAMPLES / "cli" / "zero_one_adam.yaml")
-    short = ["--trainer.strategy.init_args.var_freeze_step", "4", "--trainer.strategy.init_args.local_step_scaler", "2"]
+    strategy = "--trainer.strategy.init_args"
+    short = [f"{strategy}.freeze_step", "4", f"{strategy}.local_steps.double_every", "2"]
     printed = run([CLI, "fit", "--config", config, *SMALL_CLI, *short], tmp_path)
     assert steps_of(printed) == {"ZeroOneAdam": (4, 6, 0)}, printed[-3000:]
 

@@ -91,12 +91,14 @@ def every_algorithm(rank: int, world: int, package: str, algorithm: str, folder:
     os.environ["LOCAL_RANK"] = str(rank)
     options: dict[str, Any] = {"freeze_step": 3} if algorithm in ("onebit_adam", "onebit_lamb") else {}
     if algorithm == "zero_one_adam":
-        options = {"var_freeze_step": 3, "local_step_scaler": 2}
+        options = {"freeze_step": 3, "local_steps": ob.LocalSteps(double_every=2)}
 
     def run(saved: bool) -> tuple[Any, Any, Any]:
         fabric = launched(package, algorithm)
         module = net()
-        made = fabric.strategy.optimizer(module.parameters(), lr=1e-2, block_size=32, **options)
+        made = fabric.strategy.optimizer(
+            module.parameters(), lr=1e-2, exchange=ob.ExchangeOptions(block_size=32), **options
+        )
         model, optimizer = fabric.setup(module, made)
         state = {"model": model, "optimizer": optimizer, "step": 7}
         if not saved:
@@ -221,13 +223,15 @@ def folds(rank: int, world: int, algorithm: str, deletes: bool, folder: str) -> 
     gc.disable()
     fabric = launched("lightning.fabric", algorithm)
     found: dict[str, Any] = {"sent": [], "served": [], "alive": [], "threads": [], "different": []}
-    options: dict[str, Any] = {"overlap": "backward"} if algorithm == "onebit_lamb" else {}
+    overlap: Any = "backward" if algorithm == "onebit_lamb" else "step"
     old: list[Any] = []
     for fold in range(4):
         module = net()
         # some folds end in their warm-up
+        exchange = ob.ExchangeOptions(block_size=32, overlap=overlap)
+        freeze_step = 5 if fold % 2 else 100
         optimizer: Any = fabric.strategy.optimizer(
-            module.parameters(), lr=1e-2, block_size=32, freeze_step=5 if fold % 2 else 100, **options
+            module.parameters(), lr=1e-2, freeze_step=freeze_step, exchange=exchange
         )
         model, optimizer = fabric.setup(module, optimizer)
         if deletes:
@@ -282,7 +286,9 @@ def several(rank: int, world: int) -> dict[str, Any]:
 
     def made(freeze_step: int) -> tuple[Any, Any, Any]:
         module = net()
-        optimizer = fabric.strategy.optimizer(module.parameters(), lr=1e-2, block_size=32, freeze_step=freeze_step)
+        optimizer = fabric.strategy.optimizer(
+            module.parameters(), lr=1e-2, freeze_step=freeze_step, exchange=ob.ExchangeOptions(block_size=32)
+        )
         return module, *fabric.setup(module, optimizer)
 
     (one, first, optimizer), (two, second, other) = made(4), made(100)
@@ -342,7 +348,7 @@ def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.cross_entropy(model(x), x[:, :3].argmax(1))
 
 
-def two_models(fabric: Any, dense: bool = False, **options: Any) -> list[tuple[Any, Any, Any]]:
+def two_models(fabric: Any, dense: bool = False, overlap: Any = "step") -> list[tuple[Any, Any, Any]]:
     """Two modules, a bucket per tensor; of each the last layer may be a ``compress=False`` group."""
     made = []
     for _ in range(2):
@@ -351,9 +357,8 @@ def two_models(fabric: Any, dense: bool = False, **options: Any) -> list[tuple[A
             {"params": list(module[0].parameters())},
             {"params": list(module[2].parameters()), "compress": not dense},
         ]
-        optimizer = fabric.strategy.optimizer(
-            groups, lr=1e-2, block_size=32, freeze_step=2, bucket_mb=32 * 4 / 2**20, **options
-        )
+        exchange = ob.ExchangeOptions(block_size=32, bucket_mb=32 * 4 / 2**20, overlap=overlap)
+        optimizer = fabric.strategy.optimizer(groups, lr=1e-2, freeze_step=2, exchange=exchange)
         made.append((module, *fabric.setup(module, optimizer)))
     return made
 
@@ -471,7 +476,8 @@ def shown_beside(rank: int, world: int) -> dict[str, list[str]]:
     """Which parameters differ between ranks, with two models and a parameter of no model between synchronisations of 0/1 Adam."""
     os.environ["LOCAL_RANK"] = str(rank)
     fabric = launched("lightning.fabric", "zero_one_adam")
-    options = {"lr": 1e-2, "block_size": 32, "var_freeze_step": 3, "local_step_scaler": 2}
+    options: Any = {"lr": 1e-2, "freeze_step": 3, "local_steps": ob.LocalSteps(double_every=2)}
+    options["exchange"] = ob.ExchangeOptions(block_size=32)
     made = [
         (module, *fabric.setup(module, fabric.strategy.optimizer(module.parameters(), **options)))
         for module in (net(), net())
@@ -518,7 +524,8 @@ def saved_within_a_step(rank: int, world: int, folder: str) -> list[bool]:
     os.environ["LOCAL_RANK"] = str(rank)
     fabric = launched("lightning.fabric", "zero_one_adam")
     module = net()
-    options = {"lr": 1e-2, "block_size": 32, "var_freeze_step": 3, "local_step_scaler": 2}
+    options: Any = {"lr": 1e-2, "freeze_step": 3, "local_steps": ob.LocalSteps(double_every=2)}
+    options["exchange"] = ob.ExchangeOptions(block_size=32)
     model, optimizer = fabric.setup(module, fabric.strategy.optimizer(module.parameters(), **options))
     train(fabric, model, optimizer, 9)
     assert optimizer.mid_local
@@ -548,7 +555,8 @@ def released(rank: int, world: int, folder: str) -> dict[str, Any]:
     fabric = launched("lightning.fabric", "zero_one_adam")
     found: dict[str, Any] = {"messages": [], "apart": []}
     module = net()
-    options = {"lr": 1e-2, "block_size": 32, "var_freeze_step": 3, "local_step_scaler": 2}
+    options: Any = {"lr": 1e-2, "freeze_step": 3, "local_steps": ob.LocalSteps(double_every=2)}
+    options["exchange"] = ob.ExchangeOptions(block_size=32)
     model, optimizer = fabric.setup(module, fabric.strategy.optimizer(module.parameters(), **options))
     _, second = fabric.setup(net(), fabric.strategy.optimizer([torch.nn.Parameter(torch.ones(3))], lr=1.0))
     try:
@@ -638,7 +646,8 @@ def refused(rank: int, world: int) -> dict[str, str]:
         "nodes": attempt(OnebitStrategy(ranks_per_node=3), ob.OnebitAdam),
         "norm": attempt("onebit_adam", ob.OnebitAdam, {"max_norm": 1.0, "norm_type": 1.0}),
         "sparse": attempt(
-            "onebit_adam", lambda _: ob.OnebitAdam(torch.nn.Linear(1, 1).parameters(), overlap="nothing")
+            "onebit_adam",
+            lambda _: ob.OnebitAdam(torch.nn.Linear(1, 1).parameters(), exchange=ob.ExchangeOptions(overlap="nothing")),
         ),
     }
 

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from harness import run_ranks
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import CollectiveFailure, CollectiveTimeout, Transport
-from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.engine import ExchangeOptions
 
 STEPS, FREEZE = 6, 3
 DOOMED = 1
@@ -46,7 +47,9 @@ def worker(rank: int, world: int, moment: str, step: int, fault: str) -> Any:
     params = [torch.nn.Parameter(torch.ones(300)), torch.nn.Parameter(torch.ones(40))]
     # several buckets; a rank waits 5 seconds for the others
     optimizer = OnebitAdam(
-        params, freeze_step=FREEZE, block_size=32, bucket_mb=0.0005, timeout=5.0, kernels="reference"
+        params,
+        freeze_step=FREEZE,
+        exchange=ExchangeOptions(block_size=32, bucket_mb=0.0005, timeout=5.0, kernels="reference"),
     )
     dist.barrier()  # start together, however long a busy machine took to import
     try:
@@ -124,19 +127,21 @@ print([name.read_text() for name in __import__("pathlib").Path("/proc/self/task"
 # a program of plain torch, whose optimizer lives to its end
 FORGOTTEN = """
 import atexit
+from dataclasses import replace
 from pathlib import Path
 
 atexit.register(lambda: print([name.read_text() for name in Path("/proc/self/task").glob("*/comm")]))
 
 import torch
 import torch.distributed as dist
-from lightning_onebit import OnebitAdam, ZeroOneAdam
+from lightning_onebit import ExchangeOptions, LocalSteps, OnebitAdam, ZeroOneAdam
 
 dist.init_process_group("gloo", init_method="file://" + {store!r}, rank=0, world_size=1)
 parameter = torch.nn.Parameter(torch.zeros(3))
-common = dict(force_compression=True, max_grad_norm=1.0)
-default = OnebitAdam([parameter], freeze_step=2, **common)
-given = ZeroOneAdam([parameter], var_freeze_step=2, local_step_scaler=1, process_group=dist.group.WORLD, **common)
+alone = ExchangeOptions(_alone=True)
+default = OnebitAdam([parameter], freeze_step=2, max_grad_norm=1.0, exchange=alone)
+gaps, connected = LocalSteps(double_every=1), replace(alone, process_group=dist.group.WORLD)
+given = ZeroOneAdam([parameter], freeze_step=2, local_steps=gaps, max_grad_norm=1.0, exchange=connected)
 for optimizer in (default, given):
     for _ in range(6):
         parameter.grad = torch.randn(3)

@@ -24,7 +24,7 @@ from cuda_shim import cases, training
 from harness import counting, run_ranks
 from torch import Tensor
 
-from lightning_onebit import OnebitAdam
+from lightning_onebit import ExchangeOptions, OnebitAdam
 from lightning_onebit import kernels as registry
 from lightning_onebit.comm import ByteLedger, Topology, Transport, plan_buckets
 from lightning_onebit.comm.staging import CudaStager
@@ -171,7 +171,9 @@ def test_a_step_waits_for_the_device_as_often_with_many_buckets_as_with_one(kern
 
     def waits(bucket_mb: float) -> int:
         params = [torch.nn.Parameter(torch.randn(70_000, device=DEVICE)) for _ in range(8)]
-        optimizer = OnebitAdam(params, freeze_step=1, force_compression=True, kernels="cuda", bucket_mb=bucket_mb)
+        optimizer = OnebitAdam(
+            params, freeze_step=1, exchange=ExchangeOptions(_alone=True, kernels="cuda", bucket_mb=bucket_mb)
+        )
         count = 0
         for step in range(4):
             for p in params:
@@ -195,13 +197,13 @@ def test_a_step_waits_for_the_device_as_often_with_many_buckets_as_with_one(kern
 def test_buckets_are_larger_by_default_than_on_the_cpu(kernels: Any) -> None:
     numel = 40 * 2**18  # 40 MB
 
-    def buckets(**options: Any) -> int:
+    def buckets(**exchange: Any) -> int:
         params = [torch.nn.Parameter(torch.zeros(numel, device=DEVICE))]
         params[0].grad = torch.ones_like(params[0])
-        optimizer = OnebitAdam(params, freeze_step=1, **options)
+        optimizer = OnebitAdam(params, freeze_step=1, exchange=ExchangeOptions(**exchange))
         optimizer.step()
-        assert optimizer.bucket_mb == options.get("bucket_mb", 16.0 if "overlap" in options else 64.0)
-        return len(optimizer._buckets())
+        assert optimizer.bucket_mb == exchange.get("bucket_mb", 16.0 if "overlap" in exchange else 64.0)
+        return len(optimizer._engine.kept.layout.buckets)
 
     assert (buckets(), buckets(overlap="backward"), buckets(bucket_mb=20.0)) == (1, 3, 2)
 
@@ -231,7 +233,9 @@ def test_a_graph_of_the_users_is_not_disturbed(kernels: Any) -> None:
     def train(graphed: bool) -> list[Tensor]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 10)).to(DEVICE)
-        optimizer = OnebitAdam(model.parameters(), lr=0.01, freeze_step=3, force_compression=True, kernels="cuda")
+        optimizer = OnebitAdam(
+            model.parameters(), lr=0.01, freeze_step=3, exchange=ExchangeOptions(_alone=True, kernels="cuda")
+        )
         x = torch.zeros(32, 64, device=DEVICE)
 
         def backward() -> None:
@@ -354,11 +358,11 @@ def _text(device: str, rank: int, world: int, steps: int) -> dict[str, Any]:
             optimizer.step()
             losses.append(loss.item())
     assert optimizer.ledger.compressed_steps == steps - steps // 4
-    stager = optimizer._transport.stager if optimizer._transport is not None else None
+    stager = optimizer._engine.link.transport.stager if optimizer._engine.link.transport is not None else None
     return {
         "losses": losses,
         "weights": [p.detach().cpu() for p in model.parameters()],
-        "kernels": optimizer._kernels.name,
+        "kernels": optimizer._engine.kept.kernels.name,
         "exchanges": len(counted.of("all_to_all")),
         "stager": type(stager).__name__,
     }
@@ -403,7 +407,7 @@ def nccl(directory: Path) -> Iterator[dist.ProcessGroup]:
 
 @pytest.mark.parametrize("name", list(training.OPTIMIZERS))
 def test_nccl_runs_the_real_collectives_of_one_rank(kernels: Any, tmp_path: Path, name: str) -> None:
-    """``force_compression=True`` in a world of one: all_to_all and all_gather on uint8, and the same bits as without a group."""
+    """Compressed in a world of one: all_to_all and all_gather on uint8, and the same bits as without a group."""
     alone = training.run(name, "cuda", DEVICE, None)
     with nccl(tmp_path) as group, counting() as counted:
         ours = training.run(name, "cuda", DEVICE, group)
@@ -443,12 +447,12 @@ def test_the_trainer_compresses_on_a_gpu(kernels: Any, backend: str, precision: 
 
     import lightning_onebit as ob
 
-    strategy = ob.OnebitStrategy(force_compression=True, process_group_backend=backend, freeze_step=4)
+    strategy = ob.OnebitStrategy(process_group_backend=backend, freeze_step=4, exchange=ExchangeOptions(_alone=True))
     trainer = pl.Trainer(
         accelerator="gpu", devices=1, strategy=strategy, precision=precision, max_steps=12, limit_val_batches=0,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, default_root_dir=tmp_path,
     )  # fmt: skip
     trainer.fit(TextGPT(layers=1, width=64, heads=2), TextData(train_bytes=1 << 17, validation_windows=16))
     (optimizer,) = strategy.onebit_optimizers
-    assert optimizer._kernels.name == "cuda" and optimizer.ledger.compressed_steps >= 6
+    assert optimizer._engine.kept.kernels.name == "cuda" and optimizer.ledger.compressed_steps >= 6
     assert torch.isfinite(torch.tensor(float(trainer.callback_metrics["train_loss"])))

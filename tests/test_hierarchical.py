@@ -14,9 +14,10 @@ import torch.distributed as dist
 from harness import run_ranks
 from optim_support import CLASSES, CROSSING, SMALL, Problem, close, equal, run_world, snapshot, sure, train
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import CollectiveFailure, Topology, plan_buckets
 from lightning_onebit.comm.exchange import mean_in_order
-from lightning_onebit.optim import OnebitAdam
+from lightning_onebit.engine import ExchangeOptions
 
 ALGORITHMS = list(CLASSES)
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))
@@ -197,7 +198,7 @@ def test_residuals_and_averages_take_one_kth_of_the_memory() -> None:
 @pytest.mark.parametrize(("world", "ranks_per_node"), [(3, 2), (4, 3), (2, 4), (4, 0), (4, -2)])
 def test_uneven_nodes_raise_with_the_layout(world: int, ranks_per_node: int) -> None:
     def uneven(group: Any, rank: int, world: int) -> str:
-        optimizer = OnebitAdam([torch.nn.Parameter(torch.ones(3))], process_group=group)
+        optimizer = OnebitAdam([torch.nn.Parameter(torch.ones(3))], exchange=ExchangeOptions(process_group=group))
         with pytest.raises(ValueError, match="must be even") as caught:
             optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
         return str(caught.value)
@@ -214,7 +215,7 @@ def test_a_single_process_has_no_nodes() -> None:
 def test_ranks_that_disagree_about_nodes_raise() -> None:
     def disagreeing(group: Any, rank: int, world: int) -> Any:
         p = torch.nn.Parameter(torch.ones(50))
-        optimizer = OnebitAdam([p], process_group=group)
+        optimizer = OnebitAdam([p], exchange=ExchangeOptions(process_group=group))
         optimizer.configure_communication(group, ranks_per_node=2 if rank < 2 else 1)
         p.grad = torch.ones(50)
         optimizer.step()

@@ -27,7 +27,7 @@ from harness import run_ranks
 from test_ddp import Heard, same_everywhere, weights
 from torch import Tensor
 
-from lightning_onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit import LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 
 MISSING = [name for name in ("transformers", "accelerate", "peft") if importlib.util.find_spec(name) is None]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=f"not installed: {', '.join(MISSING)}")
@@ -137,7 +137,7 @@ def inner(trainer: Any) -> Any:
 
 
 ADAM = (OnebitAdam, {"lr": 1e-3, "weight_decay": 0.01, "freeze_step": 3})
-LOCAL = (ZeroOneAdam, {"lr": 1e-3, "var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 4})
+LOCAL = (ZeroOneAdam, {"lr": 1e-3, "freeze_step": 3, "local_steps": LocalSteps(max_gap=4, double_every=1)})
 #: model, optimizer, options of the arguments
 RUNS: dict[str, Any] = {
     "gpt2, accumulated, bf16": (gpt2, ADAM, {"gradient_accumulation_steps": 2, "bf16": True}),
@@ -264,9 +264,8 @@ def accelerate(rank: int, folder: str) -> dict[str, Any]:
     def run(first: int, steps: int, *, resume: bool, save: int | None = None) -> tuple[list[Tensor], Any]:
         accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
         model = bert(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
-        optimizer = ZeroOneAdam(
-            model.parameters(), lr=1e-3, var_freeze_step=3, local_step_scaler=1, local_step_clipper=4
-        )
+        gaps = LocalSteps(max_gap=4, double_every=1)
+        optimizer = ZeroOneAdam(model.parameters(), lr=1e-3, freeze_step=3, local_steps=gaps)
         model, wrapper = accelerator.prepare(model, optimizer)
         onebit_accelerate(accelerator, model)
         if resume:

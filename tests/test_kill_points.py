@@ -19,6 +19,7 @@ from test_all_or_nothing import WAITS, Ended, alike, wait_or_time_out
 from test_resume import OPTIONS, configure, training_step
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_onebit import ExchangeOptions
 from lightning_onebit.checkpoint import Stamp, read_shard
 from lightning_onebit.comm.transport import Pending
 
@@ -71,7 +72,8 @@ def fit(pl: Any, algorithm: str, folder: str, at: At, every: int) -> None:
     saving = pl.callbacks.ModelCheckpoint(
         folder, "{step}", every_n_train_steps=every, save_top_k=-1, save_last=True, save_on_exception=True
     )
-    strategy = strategy_class()(algorithm, force_compression=True, block_size=32, bucket_mb=5e-4, **OPTIONS[algorithm])
+    exchange = ExchangeOptions(_alone=True, block_size=32, bucket_mb=5e-4)
+    strategy = strategy_class()(algorithm, exchange=exchange, **OPTIONS[algorithm])
     module = make_module(pl, configure, plain_net, training_step=training_step, validation_step=None)
     trainer = quiet_trainer(
         pl, strategy, enable_checkpointing=True, callbacks=[Begin(), saving], max_steps=STEPS, devices=1
@@ -121,7 +123,9 @@ def campaign(rank: int, world: int, folder: str, seeds: range) -> dict[str, Any]
         draws = random.Random(seed)
         algorithm, how = draws.choice(list(OPTIONS)), draws.choice([*SIGNALS, "time-out"])
         where = (
-            "time-out" if how == "time-out" else draws.choice(["lightning_onebit/optim", "lightning_onebit/optim", ""])
+            "time-out"
+            if how == "time-out"
+            else draws.choice(["lightning_onebit/engine", "lightning_onebit/engine", ""])
         )
         if algorithm not in undisturbed:
             there = Path(folder, algorithm)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from harness import grouped
 from optim_support import CLASSES, equal, snapshot, whole_state
 from torch import Tensor
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.optim import OnebitAdam
-from lightning_onebit.optim.redistribute import Redistribution
+from lightning_onebit.engine import ExchangeOptions
+from lightning_onebit.engine.redistribute import Redistribution
 
 # how it had no gradient before: None, exact zeros, requires_grad=False, or it was no parameter of the optimizer
 WAYS = ("missing", "zero", "frozen", "added")
@@ -24,15 +26,16 @@ FREEZE = {
     "onebit_adam": {"freeze_step": 4},
     "onebit_lamb": {"freeze_step": 4},
     # gaps of 1, 2 and 4 steps between synchronisations after step 6
-    "zero_one_adam": {"var_freeze_step": 6, "var_update_scaler": 2, "local_step_scaler": 2, "local_step_clipper": 4},
+    "zero_one_adam": {"freeze_step": 6, "_doubling": 2, "local_steps": LocalSteps(max_gap=4, double_every=2)},
 }
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit_adam": ("onebit_adam", {}),
-    "onebit_adam, momenta": ("onebit_adam", {"preconditioned": False}),
+    "onebit_adam, as published": ("onebit_adam", {"recipe": "published"}),
     "onebit_lamb": ("onebit_lamb", {}),
     "zero_one_adam": ("zero_one_adam", {}),
+    "zero_one_adam, as published": ("zero_one_adam", {"recipe": "published"}),
     # the first gradient comes between two refreshes of the variance
-    "zero_one_adam, warm-up": ("zero_one_adam", {"var_freeze_step": 40}),
+    "zero_one_adam, warm-up": ("zero_one_adam", {"freeze_step": 40}),
 }
 
 
@@ -70,7 +73,7 @@ class Run:
             self.late.requires_grad_(False)
         first = self.params[:LATE] if way == "added" else self.params
         self.options = {**usual, **FREEZE[algorithm], **own, **options}
-        self.optimizer = CLASSES[algorithm](first, **self.options)
+        self.optimizer = CLASSES[algorithm](first, **grouped(self.options))
         self.optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
 
     def put(self) -> None:
@@ -96,7 +99,7 @@ class Run:
 
     @property
     def lessons(self) -> dict[int, tuple[int, int]]:
-        return self.optimizer._late
+        return self.optimizer._engine.kept.late
 
     def resumed(self) -> Run:
         """The same run by another optimizer, from what a checkpoint holds."""
@@ -107,7 +110,7 @@ class Run:
         other.late = other.params[LATE]
         where = {id(p): k for k, p in enumerate(self.params)}
         groups = [{"params": [other.params[where[id(p)]] for p in g["params"]]} for g in self.optimizer.param_groups]
-        other.optimizer = type(self.optimizer)(groups, **self.options)
+        other.optimizer = type(self.optimizer)(groups, **grouped(self.options))
         other.optimizer.configure_communication(self.group)
         other.optimizer.load_state_dict(state)
         other.optimizer.load_residual_state_dict(copy.deepcopy(self.optimizer.residual_state_dict()))
@@ -171,7 +174,7 @@ def test_it_is_stepped_on_averaged_gradients_until_it_has_learned_then_compresse
         run.optimizer.synchronise()
         assert (run.late - before).abs().min() > 0 and (run.late - before).abs().max() < 0.5
         state = whole_state(run.optimizer)["state"][LATE]
-        m = state["exp_avg"] * (state["reciprocal_denominator"] if run.optimizer._preconditioned else 1)
+        m = state["exp_avg"] * (state["reciprocal_denominator"] if run.optimizer._engine.rule.preconditioned else 1)
         scales = [block.abs() for block in m.split(32)]
         assert all(block.max() < block.min() * 1.0001 for block in scales), "it is exchanged in bits"
         return [p.detach() for p in run.params]
@@ -262,7 +265,7 @@ def test_a_refresh_follows_and_a_tensor_most_of_which_had_no_gradient_either_lea
 def test_overlap_with_backward_takes_the_same_steps(way: str) -> None:
     def train(group: Any, overlap: str) -> Any:
         # the late tensor shares its bucket with others
-        run = Run(group, "onebit_adam, momenta", way, overlap=overlap)
+        run = Run(group, "onebit_adam, as published", way, overlap=overlap)
         for _ in range(24):
             run.put()
             gradients = [p.grad for p in run.params]
@@ -343,7 +346,8 @@ def test_blocks_of_newcomers_are_cut_anew_for_another_world() -> None:
         def take(group: Any) -> tuple[Any, Any]:
             params = tensors()
             groups = [{"params": params[:LATE]}, {"params": params[LATE:]}]
-            optimizer = OnebitAdam(groups, block_size=32, freeze_step=4, refresh="never", bucket_mb=3 * 32 * 4 / 2**20)
+            exchange = ExchangeOptions(block_size=32, bucket_mb=3 * 32 * 4 / 2**20)
+            optimizer = OnebitAdam(groups, freeze_step=4, refresh="never", exchange=exchange)
             optimizer.configure_communication(group)
             optimizer.load_state_dict(copy.deepcopy(parts[0][0]))
             anew = Redistribution(optimizer.residual_state_dict())
@@ -372,7 +376,7 @@ def test_binsgdm_moves_it_at_once(way: str) -> None:
 
     def train(group: Any) -> list[Tensor]:
         params = tensors()
-        optimizer = CLASSES["binsgdm"](params, lr=0.01, block_size=32)
+        optimizer = CLASSES["binsgdm"](params, lr=0.01, exchange=ExchangeOptions(block_size=32))
         optimizer.configure_communication(group)
         before = params[LATE].detach().clone()
         for t in range(40):
@@ -407,7 +411,9 @@ def last_loss(way: str, algorithm: str, freeze: bool) -> float:
 
     def train(group: Any) -> float:
         model, losses = net(), []
-        optimizer: Any = CLASSES[algorithm](model.parameters(), lr=0.01, weight_decay=0.01, process_group=group)  # type: ignore[arg-type]
+        kind: Any = CLASSES[algorithm]
+        exchange = ExchangeOptions(process_group=group)
+        optimizer = kind(model.parameters(), lr=0.01, weight_decay=0.01, exchange=exchange)
         for t in range(96):
             part = slice(16 * (t % 8) + 8 * group.rank, 16 * (t % 8) + 8 * group.rank + 8)
             hidden = model[:2](x[part])
@@ -448,8 +454,8 @@ def test_a_compressed_tensor_whose_state_is_reset_starts_over_by_dense_steps(rul
         other.optimizer.synchronise()
         start, kept = run.late.detach().clone(), []
         assert "exp_avg" not in run.optimizer.state[run.late] and len(run.lessons) == 1
-        held = run.optimizer._momentum_flat()
-        assert held.any() and not run.optimizer._part(held, run.optimizer._slot_of[LATE]).any()
+        held = run.optimizer._engine.kept.momentum_flat()
+        assert held.any() and not run.optimizer._engine.kept.layout.part(held, LATE).any()
         goes_on = run.resumed()
         for _ in range(12):
             for one in (run, other, goes_on):

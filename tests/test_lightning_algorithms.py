@@ -14,6 +14,7 @@ from lightning.pytorch import callbacks as lightning_callbacks
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_support import (
     differing,
+    early_refreshes,
     enter,
     loader,
     make_module,
@@ -28,20 +29,25 @@ from lightning_support import (
 import lightning_onebit as ob
 
 saves_on_exception = "save_on_exception" in inspect.signature(ModelCheckpoint).parameters
-LOCAL = {
-    **{"var_freeze_step": 3, "var_update_scaler": 1},
-    **{"local_step_scaler": 2, "local_step_clipper": 4},
-}
+LOCAL: dict[str, Any] = {"freeze_step": 3, "local_steps": ob.LocalSteps(max_gap=4, double_every=2)}
 OPTIONS: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 2},
-    "onebit_lamb": {"freeze_step": 2, "max_coeff": 0.3},
+    "onebit_lamb": {"freeze_step": 2, "trust_clip": (0.01, 0.3)},
     "zero_one_adam": LOCAL,
-    "binsgdm": {"server": "random", "seed": 3},
+    "binsgdm": {"recipe": "published", "seed": 3},
+}
+
+
+#: 0/1 Adam that compresses momenta, under one denominator for a whole tensor
+MOMENTA = {
+    **{"recipe": "published", "denominator_floor": 1.0, "exchange": ob.ExchangeOptions(block_size=64)},
+    **LOCAL,
 }
 
 
 def factory(module: Any) -> Any:
-    return module.trainer.strategy.optimizer(module.parameters(), lr=1e-2, weight_decay=0.01)
+    strategy = module.trainer.strategy
+    return strategy.optimizer(module.parameters(), lr=1e-2, weight_decay=0.01, **early_refreshes(strategy))
 
 
 def fit(pl: Any, strategy: Any, configure: Any = factory, net: Any = norm_net, **kwargs: Any) -> tuple[Any, Any]:
@@ -54,7 +60,9 @@ def fit(pl: Any, strategy: Any, configure: Any = factory, net: Any = norm_net, *
 
 def algorithm_rank(rank: int, world: int, algorithm: str, ranks_per_node: int | None) -> dict[str, Any]:
     pl = enter(rank)
-    strategy = strategy_class()(algorithm, ranks_per_node=ranks_per_node, block_size=64, **OPTIONS[algorithm])
+    strategy = strategy_class()(
+        algorithm, ranks_per_node=ranks_per_node, exchange=ob.ExchangeOptions(block_size=64), **OPTIONS[algorithm]
+    )
     different: list[str] = []
 
     def on_train_batch_end(module: Any, *_: Any) -> None:
@@ -105,7 +113,7 @@ def half_rank(rank: int, world: int, algorithm: str) -> dict[str, Any]:
 
     ends, dtypes, compressed = [], set(), []
     for attributes in ({"automatic_optimization": False, "training_step": by_hand}, {}):
-        strategy = strategy_class()(algorithm, block_size=64, **OPTIONS[algorithm])
+        strategy = strategy_class()(algorithm, exchange=ob.ExchangeOptions(block_size=64), **OPTIONS[algorithm])
         _, module = fit(pl, strategy, net=plain_net, max_steps=11, precision="bf16-true", attributes=attributes)
         (optimizer,) = strategy.onebit_optimizers
         compressed.append(optimizer.ledger.compressed_steps)
@@ -134,12 +142,7 @@ def test_manual_optimization_in_half_precision_is_automatic_optimization_bit_for
 REFRESHING = {
     "onebit_adam": {"freeze_step": 2, "refresh": 3},
     # two steps of a variance, a synchronisation, a step alone, a synchronisation that comes early for the refresh
-    "zero_one_adam": {
-        "var_freeze_step": 2,
-        "local_step_scaler": 1,
-        "local_step_clipper": 4,
-        "refresh": 3,
-    },
+    "zero_one_adam": {"freeze_step": 2, "local_steps": ob.LocalSteps(max_gap=4, double_every=1), "refresh": 3},
 }
 
 
@@ -165,7 +168,7 @@ def refreshing_rank(rank: int, world: int, folder: str, algorithm: str) -> dict[
     ends = []
     for ckpt_path in (None, f"{folder}/step=6.ckpt"):
         found["dense"] = found["dense"][:6]
-        strategy = strategy_class()(algorithm, block_size=64, **REFRESHING[algorithm])
+        strategy = strategy_class()(algorithm, exchange=ob.ExchangeOptions(block_size=64), **REFRESHING[algorithm])
         module = make_module(pl, configured, norm_net, on_train_batch_end=on_train_batch_end)
         trainer = quiet_trainer(
             *(pl, strategy),
@@ -250,9 +253,7 @@ def looking_rank(rank: int, world: int, looks: bool, accumulate: int, average: b
 
         callbacks.append(EMAWeightAveraging(decay=0.5))
     # momenta are compressed: steps would have one size in a whole block, which hides where ranks have gone
-    strategy = strategy_class()(
-        "zero_one_adam", block_size=64, preconditioned=False, denominator_floor=1.0, refresh="never", **LOCAL
-    )
+    strategy = strategy_class()("zero_one_adam", **MOMENTA)
     kwargs = {"val_check_interval": 2 * accumulate, "accumulate_grad_batches": accumulate} if looks else {}
     kwargs.setdefault("accumulate_grad_batches", accumulate)
     _trainer, module = fit(
@@ -317,9 +318,7 @@ def averaging_rank(rank: int, world: int) -> dict[str, Any]:
     def on_train_end(module: Any) -> None:
         found["different"] += same_on_all_ranks(dict(module.net.named_parameters()))
 
-    strategy = strategy_class()(
-        "zero_one_adam", block_size=64, preconditioned=False, denominator_floor=1.0, refresh="never", **LOCAL
-    )
+    strategy = strategy_class()("zero_one_adam", **MOMENTA)
     attributes = {
         "training_step": training_step,
         "on_train_epoch_start": on_train_epoch_start,
@@ -373,9 +372,7 @@ def pruning_rank(rank: int, world: int, permanent: bool) -> dict[str, Any]:
         use_lottery_ticket_hypothesis=False,
         make_pruning_permanent=permanent,
     )
-    strategy = strategy_class()(
-        "zero_one_adam", block_size=64, preconditioned=False, denominator_floor=1.0, refresh="never", **LOCAL
-    )
+    strategy = strategy_class()("zero_one_adam", **MOMENTA)
     quiet_trainer(pl, strategy, max_epochs=3, callbacks=[pruning]).fit(module, loader(samples=48, batch=4))
     state = {name: value.float() for name, value in module.state_dict().items()}
     return {"state": state, "pruned": float((module.net[0].weight == 0).float().mean())}
@@ -398,18 +395,17 @@ def plain_loop_rank(rank: int, world: int, accumulate: int) -> dict[str, Any]:
         return torch.nn.functional.cross_entropy(net(x), x[:, :3].argmax(1))
 
     def configured(module: Any) -> Any:
-        return module.trainer.strategy.optimizer(module.parameters(), lr=0.05)
+        return module.trainer.strategy.optimizer(module.parameters(), lr=0.05, _doubling=1)
 
     # ranks soon are so far apart that gradients of the shared model have other signs than those of a rank's own
-    options = {"block_size": 64, "preconditioned": False, "denominator_floor": 1.0, **LOCAL}
-    strategy = strategy_class()("zero_one_adam", **options)
+    strategy = strategy_class()("zero_one_adam", **MOMENTA)
     module = make_module(pl, configured, plain_net, training_step=lambda self, _, index: loss(self.net, index))
     net = copy.deepcopy(module.net)
     trainer = quiet_trainer(pl, strategy, max_steps=steps, accumulate_grad_batches=accumulate)
     trainer.fit(module, loader(samples=4 * world * accumulate * steps, batch=4))
     [ours] = strategy.onebit_optimizers
 
-    plain = ob.ZeroOneAdam(net.parameters(), lr=0.05, **options)
+    plain = ob.ZeroOneAdam(net.parameters(), lr=0.05, _doubling=1, **MOMENTA)
     alone = 0
     for step in range(steps):
         plain.zero_grad()
@@ -450,7 +446,7 @@ def interrupted_rank(rank: int, world: int, folder: str) -> dict[str, Any]:
 
         save = pl.callbacks.ModelCheckpoint(folder, filename=name, save_on_exception=True, every_n_train_steps=10**6)
         module = make_module(pl, factory, plain_net, training_step=training_step)
-        strategy = strategy_class()("zero_one_adam", block_size=64, **LOCAL)
+        strategy = strategy_class()("zero_one_adam", exchange=ob.ExchangeOptions(block_size=64), **LOCAL)
         trainer = quiet_trainer(pl, strategy, max_epochs=2, max_steps=15, callbacks=[save], enable_checkpointing=True)
         with suppress(KeyError) if fails else nullcontext():
             trainer.fit(module, loader(samples=128, batch=8), **kwargs)
@@ -495,7 +491,6 @@ def hierarchy_error_rank(rank: int, world: int, options: dict[str, Any]) -> str:
     ("options", "message"),
     [
         ({"ranks_per_node": 3}, "ranks_per_node=3 does not divide the 4 ranks"),
-        ({"hierarchical": True}, "hierarchical=True cannot take effect: 4 ranks with 4 per node"),
     ],
 )
 def test_a_hierarchy_that_cannot_be_raises_on_every_rank(options: dict[str, Any], message: str) -> None:
@@ -544,24 +539,27 @@ def test_names_and_aliases_are_listed_and_registered() -> None:
             assert name + suffix in names and name + suffix in StrategyRegistry
 
 
+EARLY = ob.ExchangeOptions(overlap="backward")
+
+
 @pytest.mark.parametrize(
     ("algorithm", "options", "message"),
     [
-        ("onebit_adam", {"max_coeff": 0.3}, "max_coeff=0.3 is no option of 'onebit_adam': 'onebit_lamb' has it"),
+        ("onebit_adam", {"trust_clip": (0.01, 0.3)}, "is no option of 'onebit_adam': 'onebit_lamb' has it"),
         ("binsgdm", {"freeze_step": 5}, "freeze_step=5 is no option of 'binsgdm'"),
-        ("zero_one_adam", {"freeze_step": 5}, "freeze_step=5 is no option of 'zero_one_adam'"),
-        ("zero_one_adam", {"local_step_policy": "often"}, "local_step_policy='often' is unknown"),
+        ("onebit_lamb", {"recipe": "published"}, "recipe='published' is no option of 'onebit_lamb'"),
         (
-            "zero_one_adam",
-            {"local_step_policy": "learning_rate", "local_step_scaler": 5},
-            "local_step_scaler=5 has no effect",
+            "onebit_adam",
+            {"local_steps": ob.LocalSteps(max_gap=8)},
+            "is no option of 'onebit_adam': 'zero_one_adam' has it",
         ),
-        ("onebit_lamb", {"min_coeff": 2.0, "max_coeff": 1.0}, "min_coeff=2.0 is out of range"),
-        ("birder", {"server": "median"}, "server='median' is unknown"),
-        ("onebit_adam", {"overlap": "backward", "max_grad_norm": 1.0}, "max_grad_norm=1.0 needs all gradients"),
-        ("onebit_adam", {"hierarchical": "maybe"}, "hierarchical='maybe' is unknown"),
-        ("onebit_adam", {"hierarchical": False, "ranks_per_node": 2}, "ranks_per_node=2 has no effect"),
-        ("onebit_adam", {"hierarchical": True, "ranks_per_node": 1}, "hierarchical=True has no effect"),
+        ("zero_one_adam", {"recipe": "published", "refresh": 5}, "refresh=5 has no effect with recipe='published'"),
+        ("onebit_lamb", {"trust_clip": (2.0, 1.0)}, "trust_clip[0]=2.0 is out of range"),
+        ("birder", {"recipe": "paper"}, "recipe='paper' is unknown"),
+        ("onebit_adam", {"max_grad_norm": 1.0, "exchange": EARLY}, "max_grad_norm=1.0 needs all gradients"),
+        ("zero_one_adam", {"exchange": EARLY}, "overlap='backward' of the exchange cannot take effect in ZeroOneAdam"),
+        ("binsgdm", {"exchange": EARLY}, "overlap='backward' of the exchange cannot take effect in BinSGDM"),
+        ("binsgdm", {"exchange": ob.ExchangeOptions(state_dtype="bfloat16")}, "state_dtype='bfloat16' of the exchange"),
         ("onebit_adam", {"ranks_per_node": 0}, "ranks_per_node=0 is out of range"),
     ],
 )

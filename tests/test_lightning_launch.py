@@ -94,7 +94,7 @@ def test_lightning_cli_by_name_with_our_optimizer_and_callback(tmp_path: Path) -
         "--trainer.strategy=onebit_adam",
         "--optimizer=lightning_onebit.OnebitAdam",
         "--optimizer.lr=0.04",
-        "--optimizer.block_size=64",
+        "--optimizer.exchange.block_size=64",
         "--trainer.callbacks+=lightning_onebit.callbacks.VarianceFreeze",
         "--trainer.callbacks.step=3",
     )

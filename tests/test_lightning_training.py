@@ -396,7 +396,7 @@ def test_fast_dev_run_several_fits_of_one_trainer_and_a_fit_that_breaks_off() ->
 def clipped_too_late(rank: int, world: int, algorithm: str, own_hook: bool) -> tuple[str, int]:
     """What is said, and after how many batches."""
     pl = enter(rank)
-    strategy, batches = strategy_class()(freeze_step=2, overlap="backward"), []
+    strategy, batches = strategy_class()(freeze_step=2, exchange=ob.ExchangeOptions(overlap="backward")), []
     trainer = quiet_trainer(pl, strategy, gradient_clip_val=0.1, gradient_clip_algorithm=algorithm)
     trainer.callbacks.append(pl.callbacks.LambdaCallback(on_train_batch_start=lambda *_: batches.append(0)))
     module = make_module(pl, lambda m: strategy.optimizer(m.parameters(), lr=1e-2))
@@ -430,7 +430,8 @@ def test_clipping_of_the_modules_own_is_refused_where_gradients_have_been_sent(a
 
 def collective_after_backward(rank: int, world: int) -> tuple[int, list[str]]:
     pl = enter(rank)
-    strategy = strategy_class()(freeze_step=2, overlap="backward", block_size=32, bucket_mb=1 / 2**14)
+    exchange = ob.ExchangeOptions(overlap="backward", block_size=32, bucket_mb=1 / 2**14)
+    strategy = strategy_class()(freeze_step=2, exchange=exchange)
 
     def training_step(module: Any, batch: Any, index: int) -> Tensor:
         # the last layer's gradients land first, and on rank 1 in some steps never
@@ -463,7 +464,7 @@ def one_device(rank: int, world: int) -> dict[str, Any]:
         trainer = quiet_trainer(pl, strategy, max_epochs=2, use_distributed_sampler=False)
         trainer.fit(module, loader(), loader(16))
         states.append(copy.deepcopy(module.state_dict()))
-    forced = make_module(pl, onebit(freeze_step=2, force_compression=True))
+    forced = make_module(pl, onebit(freeze_step=2, _alone=True))
     trainer = quiet_trainer(pl, "onebit_adam")
     trainer.fit(forced, loader())
     return {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import grouped, run_ranks
 
 import lightning_onebit as ob
 
@@ -42,7 +42,7 @@ def held_bytes(optimizer: Any, params: list[torch.Tensor]) -> int:
 def memory_rank(rank: int, world: int, algorithm: str, options: dict[str, Any], steps: int) -> tuple[float, float, str]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(ELEMENTS // 3)) for _ in range(3)]
-    optimizer = getattr(ob, algorithm)(params, lr=1e-3, bucket_mb=1.0, **options)
+    optimizer = getattr(ob, algorithm)(params, lr=1e-3, **grouped(options, bucket_mb=1.0))
     first = 0.0
     for _ in range(steps):
         for p in params:
@@ -56,8 +56,8 @@ def memory_rank(rank: int, world: int, algorithm: str, options: dict[str, Any], 
     return first, held_bytes(optimizer, params) / ELEMENTS, optimizer.phase.value
 
 
-LOCAL = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4, "refresh": "never"}
-ONE_BIT = {"var_freeze_step": 2, "local_step_clipper": 1, "refresh": "never"}
+LOCAL = {"freeze_step": 2, "local_steps": ob.LocalSteps(max_gap=4, double_every=1), "refresh": "never"}
+ONE_BIT = {"freeze_step": 2, "local_steps": ob.LocalSteps(max_gap=1), "refresh": "never"}
 
 
 @pytest.mark.parametrize("world", [2, 4])
@@ -66,28 +66,21 @@ ONE_BIT = {"var_freeze_step": 2, "local_step_clipper": 1, "refresh": "never"}
     [
         # r 4, worker residual 4, bits 1/8 (+ scales); server residual 4/n
         ("OnebitAdam", {"freeze_step": 2}, 4, 8.125, 4.0),
-        ("OnebitAdam", {"freeze_step": 2, "residual_dtype": "bfloat16"}, 4, 6.125, 2.0),
-        ("OnebitAdam", {"freeze_step": 2, "denominator_dtype": "bfloat16"}, 4, 6.125, 4.0),
-        (
-            "OnebitAdam",
-            {"freeze_step": 2, "denominator_dtype": "bfloat16", "residual_dtype": "bfloat16"},
-            4,
-            4.125,
-            2.0,
-        ),
+        # in 16 bits: r 2, residuals 2 and 2/n
+        ("OnebitAdam", {"freeze_step": 2, "state_dtype": "bfloat16"}, 4, 4.125, 2.0),
         # between refreshes nothing more
         ("OnebitAdam", {"freeze_step": 2, "refresh": 2}, 7, 8.125, 4.0),
         # ... and fresh second moments 4
         ("OnebitLamb", {"freeze_step": 2}, 4, 12.125, 4.0),
-        ("OnebitLamb", {"freeze_step": 2, "denominator_dtype": "bfloat16"}, 4, 10.125, 4.0),
+        ("OnebitLamb", {"freeze_step": 2, "state_dtype": "bfloat16"}, 4, 8.125, 2.0),
         # r 4, residual 4, local momentum 4, accumulated update 4, anchor 4
         ("ZeroOneAdam", LOCAL, 9, 20.0, 4.0),
-        ("ZeroOneAdam", {**LOCAL, "denominator_dtype": "bfloat16"}, 9, 18.0, 4.0),
+        ("ZeroOneAdam", {**LOCAL, "state_dtype": "bfloat16"}, 9, 16.0, 2.0),
         # no local steps: as 1-bit Adam
         ("ZeroOneAdam", ONE_BIT, 9, 8.125, 4.0),
         # m 4, a 4, bitmap of live coordinates 1/8; the server's feedback 4/n
         ("BinSGDM", {}, 4, 8.125, 4.0),
-        ("BinSGDM", {"server": "random"}, 4, 8.125, 0.0),
+        ("BinSGDM", {"recipe": "published"}, 4, 8.125, 0.0),
     ],
 )
 def test_an_optimizer_holds_the_documented_bytes_per_parameter(

@@ -15,6 +15,7 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from harness import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_support import (
@@ -33,23 +34,20 @@ from optim_support import (
 )
 from torch import Tensor
 
+from lightning_onebit.algorithms import LocalSteps, moments, zero_one_adam
+from lightning_onebit.algorithms.updates import reciprocal_denominator_
+from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import SimulatedWorld
+from lightning_onebit.engine import ExchangeOptions, engine
+from lightning_onebit.engine.redistribute import Redistribution
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
-from lightning_onebit.optim import moments, zero_one_adam
-from lightning_onebit.optim.redistribute import Redistribution
-from lightning_onebit.optim.rules import reciprocal_denominator_
-from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 
 ALGORITHMS = list(CLASSES)
 ADAM_LIKE = ALGORITHMS[:3]
-# 0/1 Adam converts its momentum at the freeze, or whenever the denominators change
-RULES = {
+# 1-bit LAMB has its published rule alone
+RULES: dict[str, tuple[str, dict[str, Any]]] = {
     **{algorithm: (algorithm, {}) for algorithm in ALGORITHMS},
-    "zero_one_adam, preconditioned": ("zero_one_adam", {"preconditioned": True}),
-    "zero_one_adam, as published": (
-        "zero_one_adam",
-        {"preconditioned": False, "var_decay": "refresh", "refresh": "never"},
-    ),
+    **{f"{a}, as published": (a, {"recipe": "published"}) for a in ALGORITHMS if a != "onebit_lamb"},
 }
 STEPS = 16
 
@@ -87,8 +85,7 @@ def test_sixty_four_ranks_follow_the_oracle(algorithm: str) -> None:
     sure(simulated)
     results = run_world(train, 64, made)
     kinds = [record.dense for record in results[0]["records"]]
-    freeze = next(step for name, step in made.options.items() if name.endswith("freeze_step"))
-    assert any(b and not a for a, b in pairwise(kinds[freeze:])) == bool(options), "refreshes"
+    assert any(b and not a for a, b in pairwise(kinds[made.options["freeze_step"] :])) == bool(options), "refreshes"
     for rank, result in enumerate(results):
         for t, (ours, theirs) in enumerate(zip(result["trajectory"], seen, strict=True)):
             for l, x in enumerate(ours):
@@ -156,7 +153,7 @@ def test_a_parameter_without_gradient_on_all_ranks_is_left_alone_exactly(algorit
                 for key in set(before["state"].get(l, {})) & set(after["state"].get(l, {})):
                     # the bitmap is merged at t = 2^k, gradient or not; v is recomputed from its inverse after the freeze
                     frozen = before["books"]["phase"] != after["books"]["phase"]
-                    if key == "exp_avg" and (algorithm.endswith("preconditioned") or frozen):
+                    if key == "exp_avg" and (algorithm == "zero_one_adam" or frozen):
                         # divided by denominators and multiplied again, at the freeze or always
                         torch.testing.assert_close(after["state"][l][key], before["state"][l][key], rtol=1e-6, atol=0)
                     elif key != "live" and not (key == "exp_avg_sq" and frozen):
@@ -211,7 +208,7 @@ def zero_worker(group: Any, rank: int, world: int, algorithm: str) -> Any:
     with torch.no_grad():
         params[2].zero_()
     options = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
-    optimizer = CLASSES[algorithm](params, process_group=group, **options)  # type: ignore[arg-type]
+    optimizer = CLASSES[algorithm](params, **grouped(options, process_group=group))  # type: ignore[arg-type]
     draws = torch.Generator().manual_seed(10 + rank)
     start = params[1].detach().clone()
     largest = 0.0
@@ -278,11 +275,11 @@ def test_cold_and_nearly_cold_rows_stay_bounded(algorithm: str) -> None:
     assert cold < 3 * warm
     assert worst(1e-6)[0] < 200 * max(1.0, warm / 4)
     lamb = algorithm == "onebit_lamb"  # which has this rule only
-    momentum = {} if lamb else {"preconditioned": False}
+    momentum = {} if lamb else {"recipe": "published"}
     with mock.patch.object(zero_one_adam, "LARGEST_NOISE", math.inf):  # (0/1 Adam would refuse it)
         assert worst(1e-6, denominator_floor=0.0, **momentum)[0] > 2000, "the floor is what bounds them"
     if not lamb:
-        bounded = worst(1e-6, denominator_floor=0.0, preconditioned=True)[0]
+        bounded = worst(1e-6, denominator_floor=0.0)[0]
         assert bounded < 3 * warm, "so does what travels in the units of the step"
 
 
@@ -297,11 +294,13 @@ def other_rule_worker(group: Any, rank: int, world: int, made: Problem) -> None:
         made.put(params, t, rank)
         optimizer.step()
     state, residuals = whole_state(optimizer), optimizer.residual_state_dict()
-    preconditioned = made.options["preconditioned"]
+    published = made.options["recipe"] == "published"
+    preconditioned = not published
     assert any("preconditioned_momentum" in s for s in state["state"].values()) == preconditioned
-    other = made.build(made.parameters(), process_group=group, preconditioned=not preconditioned)
+    other = made.build(made.parameters(), process_group=group, recipe="default" if published else "published")
     other.load_state_dict(state)
-    message = f"preconditioned={preconditioned}, this run has {not preconditioned}.*continue with preconditioned={preconditioned}"
+    words = f"preconditioned={preconditioned}, this run has {not preconditioned}"
+    message = f"{words}.*continue with recipe='{made.options['recipe']}'"
     with pytest.raises(ValueError, match=message):
         other.load_residual_state_dict(residuals)
     with pytest.raises(ValueError, match=message):
@@ -316,13 +315,11 @@ def other_rule_worker(group: Any, rank: int, world: int, made: Problem) -> None:
             torch.testing.assert_close(s["exp_avg"], state["state"][i]["exp_avg"], rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("preconditioned", [True, False])
+@pytest.mark.parametrize("recipe", ["default", "published"])
 @pytest.mark.parametrize("algorithm", ["onebit_adam", "zero_one_adam"])
-def test_residuals_of_the_other_rule_are_refused_and_the_momentum_is_converted(
-    algorithm: str, preconditioned: bool
-) -> None:
+def test_residuals_of_the_other_rule_are_refused_and_the_momentum_is_converted(algorithm: str, recipe: str) -> None:
     # the last step is a one-bit round, with gap 1 if there are local steps
-    made = problem(algorithm, {"preconditioned": preconditioned}, steps=6 if algorithm == "zero_one_adam" else 8)
+    made = problem(algorithm, {"recipe": recipe}, steps=6 if algorithm == "zero_one_adam" else 8)
     run_world(other_rule_worker, 2, made)
 
 
@@ -332,7 +329,8 @@ def test_residuals_of_the_other_rule_are_refused_and_the_momentum_is_converted(
 def mixed_worker(group: Any, rank: int, world: int, made: Problem) -> Any:
     params = made.parameters()
     optimizer = CLASSES[made.algorithm](
-        [{"params": params[:4]}, {"params": params[4:], "compress": False}], process_group=group, **made.options
+        [{"params": params[:4]}, {"params": params[4:], "compress": False}],
+        **grouped(made.options, process_group=group),
     )
     trajectory = []
     for t in range(made.steps):
@@ -371,7 +369,7 @@ def newcomer_worker(group: Any, rank: int, world: int, algorithm: str, joins: in
     params = [torch.nn.Parameter(torch.randn(40, generator=same)) for _ in range(3)]
     groups: Any = [{"params": params[:1]}, {"params": params[1:2], "compress": False}]
     options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
-    optimizer = CLASSES[algorithm](groups, process_group=group, **options)
+    optimizer = CLASSES[algorithm](groups, **grouped(options, process_group=group))
     trajectory, start = [], params[2].detach().clone()
     for t in range(12):
         if t == joins:
@@ -410,7 +408,7 @@ def beside_a_newcomer(group: Any, rank: int, world: int, algorithm: str, joins: 
     if unfrozen:
         params[2].requires_grad_(False)
         groups.append({"params": params[2:], "compress": False})
-    optimizer = CLASSES[algorithm](groups, process_group=group, **options)
+    optimizer = CLASSES[algorithm](groups, **grouped(options, process_group=group))
     seen = []
     for t in range(12):
         if t == joins:
@@ -441,7 +439,10 @@ def test_a_state_of_before_the_first_step_is_that_of_nobody(algorithm: str) -> N
     def run(resumes: bool) -> Any:
         params = [torch.nn.Parameter(torch.ones(70)) for _ in range(2)]
         optimizer, loaded = (
-            CLASSES[algorithm]([{"params": params[:1]}, {"params": params[1:], "compress": False}], block_size=32)  # type: ignore[list-item]
+            CLASSES[algorithm](
+                [{"params": params[:1]}, {"params": params[1:], "compress": False}],
+                exchange=ExchangeOptions(block_size=32),
+            )
             for _ in range(2)
         )
         if resumes:
@@ -464,7 +465,7 @@ def moving_worker(group: Any, rank: int, world: int, algorithm: str, late: bool,
     same = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(40, generator=same)) for _ in range(3)]
     options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
-    optimizer = CLASSES[algorithm](params[:2], **options)  # type: ignore[arg-type]
+    optimizer = CLASSES[algorithm](params[:2], **grouped(options))
     params[2].requires_grad_(not unfrozen)
     if unfrozen:
         optimizer.add_param_group({"params": params[2:], "compress": False})
@@ -507,12 +508,12 @@ def test_a_single_process_of_zero_one_adam_is_adamw() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ["onebit_lamb", "zero_one_adam"])
-def test_force_compression_follows_the_oracle_of_one_worker(algorithm: str) -> None:
+def test_a_rank_that_compresses_alone_follows_the_oracle_of_one_worker(algorithm: str) -> None:
     made = problem(algorithm, seed=1)
     simulated = made.simulate(1)
     assert simulated.exchange.margin > 1e-6
     params = made.parameters()
-    optimizer = made.build(params, force_compression=True)
+    optimizer = made.build(params, _alone=True)
     for t in range(made.steps):
         made.put(params, t, 0)
         optimizer.step()
@@ -557,9 +558,8 @@ def test_what_is_written_into_16_bit_parameters_is_not_undone(algorithm: str) ->
     def run(group: Any, rank: int, world: int, written: bool) -> list[Tensor]:
         draw = torch.Generator().manual_seed(3)
         params = [torch.nn.Parameter(torch.randn(100, generator=draw).bfloat16()) for _ in range(2)]
-        freeze = "var_freeze_step" if algorithm == "zero_one_adam" else "freeze_step"
-        options = {} if algorithm == "binsgdm" else {freeze: 3}
-        optimizer = CLASSES[algorithm](params, lr=1e-3, block_size=32, process_group=group, **options)
+        options = {} if algorithm == "binsgdm" else {"freeze_step": 3}
+        optimizer = CLASSES[algorithm](params, lr=1e-3, **grouped(options, block_size=32, process_group=group))
         mine = torch.Generator().manual_seed(100 + rank)
         for t in range(6):
             if written and t in (1, 5):
@@ -615,7 +615,6 @@ def redistributed_worker(group: Any, rank: int, world: int, made: Problem, ranks
     [
         *((algorithm, {}) for algorithm in RULES),
         ("onebit_adam", {"refresh": 3}),
-        ("binsgdm", {"server": "random"}),
     ],
 )
 def test_state_is_fp32_whatever_torchs_default_dtype(algorithm: str, rule: dict[str, Any], kernels: str) -> None:
@@ -661,10 +660,7 @@ LONG: dict[str, tuple[dict[str, Any], int]] = {
     "onebit_adam": ({"freeze_step": 20}, 31),
     "onebit_lamb": ({"freeze_step": 20}, 20),
     # refreshes at 1 to 17 and 19, and at 35, 51, ..., 195; gap 1, then 2 from step 31 on, then 4 from step 41 on
-    "zero_one_adam": (
-        {"var_freeze_step": 20, "local_step_scaler": 10, "local_step_clipper": 4},
-        29,
-    ),
+    "zero_one_adam": ({"freeze_step": 20, "local_steps": LocalSteps(max_gap=4, double_every=10)}, 29),
     "binsgdm": ({}, 0),
 }
 
@@ -826,10 +822,8 @@ def test_a_layer_that_joins_0_1_adam_behind_its_last_refresh_is_refreshed_at_onc
         params = layers()
         params[0].requires_grad_(added)
         first = params[1:] if added else params
-        optimizer = ZeroOneAdam(
-            *(first, 0.01),
-            **dict(process_group=group, var_freeze_step=40, var_update_scaler=1, block_size=32),
-        )
+        exchange = ExchangeOptions(process_group=group, block_size=32)
+        optimizer = ZeroOneAdam(first, 0.01, freeze_step=40, _doubling=1, exchange=exchange)
         go(optimizer, first, range(34), group.rank)
         assert not optimizer.variance_policy.due(41), "no refresh is left before the freeze"
         if added:
@@ -891,7 +885,7 @@ def test_overlap_hears_of_a_layer_that_was_frozen_when_the_first_bucket_left() -
             draw = torch.Generator().manual_seed(10 * t + group.rank)
             sum((p * torch.randn(p.shape, generator=draw)).sum() for p in params).backward()
             if t >= 3:
-                sent.append(optimizer._launched == len(optimizer._early_buckets) > 0)
+                sent.append(optimizer._engine.early._launched == len(optimizer._engine.early._buckets) > 0)
             optimizer.step()
         return sent
 
@@ -973,41 +967,39 @@ def test_saved_state_of_16_bit_parameters_continues_bit_for_bit(algorithm: str) 
             assert unchanged and equal(state, through), f"resumed after step {at}"
 
 
-#: rules of the algorithms that have denominators, the published ones among them
-DIVIDING = [
-    *((rule, {}) for rule in RULES if not rule.startswith("binsgdm")),
-    ("onebit_adam", {"preconditioned": False, "refresh": "never"}),
-]
+#: rules of the algorithms that have denominators and residuals, the published ones among them
+DIVIDING = [rule for rule in RULES if not rule.startswith("binsgdm")]
 
 
-@pytest.mark.parametrize(("algorithm", "rule"), DIVIDING)
-def test_saved_state_with_denominators_in_16_bits_continues_bit_for_bit(algorithm: str, rule: dict[str, Any]) -> None:
-    made = problem(algorithm, {**rule, "denominator_dtype": "bfloat16"})
+@pytest.mark.parametrize("algorithm", DIVIDING)
+def test_saved_state_in_16_bits_continues_bit_for_bit(algorithm: str) -> None:
+    made = problem(algorithm, {"state_dtype": "bfloat16"})
     for through, resumed in run_world(resumed_worker, 2, made, POINTS.get(algorithm, (4, 5, 9)), 1):
         for at, (unchanged, state) in resumed.items():
             assert (unchanged or at == 0) and equal(state, through), f"resumed after step {at}"
 
 
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
-@pytest.mark.parametrize(("algorithm", "rule"), DIVIDING)
+@pytest.mark.parametrize("algorithm", DIVIDING)
 def test_denominators_in_16_bits_are_those_of_32_rounded_once(
-    monkeypatch: pytest.MonkeyPatch, algorithm: str, rule: dict[str, Any], kernels: str
+    monkeypatch: pytest.MonkeyPatch, algorithm: str, kernels: str
 ) -> None:
     """Nothing else of a run changes: with fp32 ones that have been rounded to bf16 the weights are the same, bit for bit."""
 
-    def weights(dtype: str) -> list[Any]:
-        made = problem(algorithm, {**rule, "denominator_dtype": dtype, "kernels": kernels})
+    def weights() -> list[Any]:
+        made = problem(algorithm, {"state_dtype": "bfloat16", "kernels": kernels})
         return [result["x"] for result in run_world(train, 2, made)]
-
-    short, exact = weights("bfloat16"), weights("float32")
 
     def rounding(v: torch.Tensor, out: torch.Tensor, **options: Any) -> bool:
         known = reciprocal_denominator_(v, out, **options)
         out.copy_(out.bfloat16())
         return known
 
+    short = weights()
+    monkeypatch.setattr(moments.AdamMoments, "_reciprocal_dtype", torch.float32)
+    exact = weights()
     monkeypatch.setattr(moments, "reciprocal_denominator_", rounding)
-    assert equal(weights("float32"), short)
+    assert equal(weights(), short)
     assert not equal(exact, short), "the option has an effect"
 
 
@@ -1127,7 +1119,7 @@ def test_whatever_happens_replicas_agree_and_nothing_explodes(algorithm: str, da
     lrs = tuple(data.draw(st.lists(st.sampled_from([0.0, 0.01, 0.02]), min_size=steps, max_size=steps), label="lrs"))
     options = {
         "bucket_mb": data.draw(st.sampled_from([0.0005, 0.0012, 16.0]), label="bucket_mb"),
-        "force_compression": data.draw(st.booleans(), label="force_compression"),
+        "_alone": data.draw(st.booleans(), label="alone"),
     }
     if algorithm != "binsgdm":
         # one step of warm-up leaves second moments that say little: the floor must still hold
@@ -1177,8 +1169,8 @@ def skipping_worker(group: Any, rank: int, world: int, algorithm: str) -> tuple[
 
     def made() -> Any:
         params = [torch.nn.Parameter(torch.zeros(40))]
-        options = {**CROSSING[algorithm], "block_size": 32, "max_consecutive_skips": 4}
-        return params, CLASSES[algorithm](params, process_group=group, **options)  # type: ignore[arg-type]
+        options = {**CROSSING[algorithm], "block_size": 32}
+        return params, CLASSES[algorithm](params, **grouped(options, process_group=group))  # type: ignore[arg-type]
 
     params, optimizer = made()
     for t in range(8):
@@ -1197,12 +1189,13 @@ def skipping_worker(group: Any, rank: int, world: int, algorithm: str) -> tuple[
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_skips_in_a_row_are_counted_across_a_checkpoint(algorithm: str) -> None:
+def test_skips_in_a_row_are_counted_across_a_checkpoint(monkeypatch: pytest.MonkeyPatch, algorithm: str) -> None:
+    monkeypatch.setattr(engine, "MOST_SKIPS", 4)
     for more, said in run_world(skipping_worker, 2, algorithm):
-        assert more == 2 and "4 steps in a row were skipped" in said and "max_consecutive_skips=4" in said
+        assert more == 2 and "4 steps in a row were skipped" in said and "the run has diverged" in said
 
 
-def no_skip_worker(group: Any, rank: int, world: int, algorithm: str, skips: int, bad_at: int) -> dict[str, Any]:
+def no_skip_worker(group: Any, rank: int, world: int, algorithm: str, on_nonfinite: str, bad_at: int) -> dict[str, Any]:
     """Steps of a group that is compressed and of one that is not; where a gradient is not finite on rank 0 only, and what was looked at."""
     params = [
         torch.nn.Parameter(torch.ones(5, 9)),
@@ -1210,11 +1203,11 @@ def no_skip_worker(group: Any, rank: int, world: int, algorithm: str, skips: int
         torch.nn.Parameter(torch.ones(4)),
     ]
     groups: Any = [{"params": params[:2]}, {"params": params[2:], "compress": False}]
-    options: Any = {**CROSSING[algorithm], "block_size": 32, "max_consecutive_skips": skips, "force_compression": True}
-    optimizer: Any = CLASSES[algorithm](groups, process_group=group, **options)  # type: ignore[arg-type]
-    optimizer._prepare()
-    kernels, looked = optimizer._kernels, []
-    optimizer._kernels = types.SimpleNamespace(
+    options: Any = {**CROSSING[algorithm], "block_size": 32, "on_nonfinite": on_nonfinite, "_alone": True}
+    optimizer: Any = CLASSES[algorithm](groups, **grouped(options, process_group=group))  # type: ignore[arg-type]
+    optimizer.prepare()
+    kernels, looked = optimizer._engine.kept.kernels, []
+    optimizer._engine.kept.kernels = types.SimpleNamespace(
         **{name: getattr(kernels, name) for name in dir(kernels) if not name.startswith("_")}
         | {"grad_stats": lambda tensors: looked.append(sum(t.numel() for t in tensors)) or kernels.grad_stats(tensors)}
     )
@@ -1237,13 +1230,13 @@ def no_skip_worker(group: Any, rank: int, world: int, algorithm: str, skips: int
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_where_no_skip_is_allowed_the_first_bad_gradient_is_an_error_on_all_ranks(algorithm: str, world: int) -> None:
     """Also in a group that is not compressed; runs without one are the same, and Adam and LAMB do not look at what is exchanged."""
-    usual, never = (run_world(no_skip_worker, world, algorithm, skips, 99) for skips in (100, 0))
+    usual, never = (run_world(no_skip_worker, world, algorithm, rule, 99) for rule in ("skip", "raise"))
     for a, b in zip(usual, never, strict=True):
         assert equal(a["x"], b["x"]) and a["steps"] == b["steps"] == 12 and not b["said"]
         assert (sum(b["looked"]) < sum(a["looked"]) / 2) == (algorithm in ("onebit_adam", "onebit_lamb"))
     for bad_at in (1, 9, 109):
-        for result in run_world(no_skip_worker, world, algorithm, 0, bad_at):
-            assert "max_consecutive_skips=0" in result["said"] and f"step {bad_at % 100 + 1}:" in result["said"]
+        for result in run_world(no_skip_worker, world, algorithm, "raise", bad_at):
+            assert "on_nonfinite='raise'" in result["said"] and f"step {bad_at % 100 + 1}:" in result["said"]
             assert result["steps"] <= bad_at % 100 + 1
 
 
@@ -1265,7 +1258,7 @@ def returning_worker(group: Any, rank: int, world: int, algorithm: str, how: str
     if how == "overlap":
         options["overlap"] = "backward"
     make: Any = CLASSES[algorithm]
-    optimizer = make(params, process_group=group, **options)
+    optimizer = make(params, **grouped(options, process_group=group))
 
     def step(t: int) -> None:
         optimizer.zero_grad()
@@ -1291,7 +1284,7 @@ def returning_worker(group: Any, rank: int, world: int, algorithm: str, how: str
     for fresh in (False, True):
         if fresh:
             optimizer.release_communication()
-            optimizer = make(params, process_group=group, **options)
+            optimizer = make(params, **grouped(options, process_group=group))
         state = torch.load(io.BytesIO(file), weights_only=True)
         with torch.no_grad():
             for p, x in zip(params, state["x"], strict=True):
@@ -1324,7 +1317,7 @@ def test_a_checkpoint_that_is_loaded_in_the_middle_of_a_step_is_all_that_counts(
 def skip_worker(group: Any, rank: int, world: int, algorithm: str, how: str) -> Any:
     params = [torch.nn.Parameter(torch.full((40,), 0.5)) for _ in range(3)]
     options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32, "bucket_mb": 0.0001, "timeout": 20.0}
-    optimizer: Any = CLASSES[algorithm](params, process_group=group, **options)
+    optimizer: Any = CLASSES[algorithm](params, **grouped(options, process_group=group))
     for t in range(8):
         if t in (2, 5):
             before = snapshot(optimizer, params)
@@ -1361,7 +1354,9 @@ def test_a_step_that_is_skipped_after_its_backward_leaves_nothing_behind(algorit
 
 def early_skip_worker(group: Any, rank: int, world: int) -> str:
     params = [torch.nn.Parameter(torch.ones(40))]
-    optimizer = CLASSES["onebit_adam"](params, freeze_step=2, process_group=group, overlap="backward")  # type: ignore[call-arg]
+    optimizer = CLASSES["onebit_adam"](
+        params, freeze_step=2, exchange=ExchangeOptions(process_group=group, overlap="backward")
+    )
     for t in range(3):
         optimizer.begin_backward()
         backward(params, t, rank)
@@ -1390,7 +1385,7 @@ def pausing_worker(group: Any, rank: int, world: int, algorithm: str, dtype: tor
         ]
         for p, x in zip(params, state or [], strict=False):
             p.data.copy_(x)
-        return params, CLASSES[algorithm](params, process_group=group, **options)
+        return params, CLASSES[algorithm](params, **grouped(options, process_group=group))
 
     params, optimizer = make()
     for t in range(12):
@@ -1430,7 +1425,7 @@ def test_a_parameter_that_is_not_trainable_while_a_checkpoint_is_loaded_keeps_it
 def elementless_worker(group: Any, rank: int, world: int, algorithm: str) -> Any:
     params = [torch.nn.Parameter(torch.ones(40)), torch.nn.Parameter(torch.ones(3, 0))]
     options: Any = {**CROSSING[algorithm], "block_size": 32}
-    optimizer = CLASSES[algorithm](params, process_group=group, **options)
+    optimizer = CLASSES[algorithm](params, **grouped(options, process_group=group))
     for t in range(9):
         params[0].grad = _draw(t, 0, rank)
         params[1].grad = torch.ones(3, 0) if (rank + t) % 3 == 0 else None  # on no rank every third time
@@ -1452,8 +1447,8 @@ def test_a_state_that_does_not_fit_is_refused_before_anything_changes(algorithm:
 
     def made(*shapes: tuple[int, ...], steps: int = 5) -> Any:
         params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-        options: Any = {**CROSSING[algorithm], "block_size": 32, "force_compression": True}
-        optimizer = CLASSES[algorithm](params, **options)
+        options: Any = {**CROSSING[algorithm], "block_size": 32, "_alone": True}
+        optimizer = CLASSES[algorithm](params, **grouped(options))
         for _ in range(steps):
             for p in params:
                 p.grad = torch.ones_like(p)
@@ -1498,7 +1493,7 @@ def order_worker(group: Any, rank: int, world: int, algorithm: str, plain: bool,
 
     options: Any = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32}
     params = parameters(0)
-    optimizer: Any = CLASSES[algorithm](params, process_group=group, **options)
+    optimizer: Any = CLASSES[algorithm](params, **grouped(options, process_group=group))
     if plain:
         optimizer = torch.optim.AdamW(params, lr=0.01)
     for t in range(3):
@@ -1507,7 +1502,7 @@ def order_worker(group: Any, rank: int, world: int, algorithm: str, plain: bool,
         optimizer.step()
     weights, state = [p.detach().clone() for p in params], optimizer.state_dict()
     params = parameters(99)
-    optimizer = CLASSES[algorithm](params, process_group=group, **options)
+    optimizer = CLASSES[algorithm](params, **grouped(options, process_group=group))
     for loads_model in (True, False) if model_first else (False, True):
         if loads_model:
             torch._foreach_copy_([p.detach() for p in params], weights)
@@ -1530,7 +1525,7 @@ def test_16_bit_weights_may_be_loaded_after_the_state_of_their_optimizer(algorit
 def thaw_worker(group: Any, rank: int, world: int, algorithm: str) -> dict[str, Any]:
     """An optimizer before and after ``thaw()``, and after one more step, which is AdamW's or LAMB's own."""
     params = [torch.nn.Parameter(torch.ones(5, 9)), torch.nn.Parameter(torch.ones(70))]
-    optimizer: Any = CLASSES[algorithm](params, process_group=group, lr=0.01, block_size=32)  # type: ignore[arg-type]
+    optimizer: Any = CLASSES[algorithm](params, lr=0.01, exchange=ExchangeOptions(process_group=group, block_size=32))  # type: ignore[arg-type]
     draws = torch.Generator().manual_seed(rank)
 
     def step() -> None:
@@ -1575,8 +1570,8 @@ def test_thaw_keeps_weights_momentum_and_variance_and_drops_residuals(algorithm:
 def finishing_worker(group: Any, rank: int, world: int) -> dict[str, Any]:
     """0/1 Adam between synchronisations, brought together, and trained on."""
     params = [torch.nn.Parameter(torch.ones(5, 9)), torch.nn.Parameter(torch.ones(70))]
-    options = {"var_freeze_step": 3, "local_step_scaler": 1, "local_step_clipper": 8}
-    optimizer = ZeroOneAdam(params, process_group=group, lr=0.01, block_size=32, **options)
+    options = {"freeze_step": 3, "local_steps": LocalSteps(max_gap=8, double_every=1)}
+    optimizer = ZeroOneAdam(params, lr=0.01, **grouped(options, process_group=group, block_size=32))
     draws = torch.Generator().manual_seed(rank)
 
     def step() -> None:
@@ -1666,8 +1661,8 @@ def test_hooks_of_the_state_see_all_of_it_once_and_in_torchs_order(algorithm: st
         packed = [("packs", [*entries], int(trained)), ("unpacks", ["packed"]), ("edits", [*entries])]
         return ["before", [*entries], *packed, ("after", 0.5, 6 * trained)]
 
-    options: Any = {**CROSSING[algorithm], "block_size": 32, "force_compression": True}
-    seen, saved, optimizer = watched(CLASSES[algorithm], **options)
+    options: Any = {**CROSSING[algorithm], "block_size": 32, "_alone": True}
+    seen, saved, optimizer = watched(CLASSES[algorithm], **grouped(options))
     assert seen == expected("onebit", "param_groups", "state")
     assert watched(torch.optim.AdamW)[0] == expected("param_groups", "state")
     again = optimizer.state_dict()

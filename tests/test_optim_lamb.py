@@ -10,22 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness import grouped
 from optim_support import SMALL, Problem, close, equal, joined, run_world, snapshot, sure, train, whole_state
 
-from lightning_onebit.optim.lamb import OnebitLamb
+from lightning_onebit.algorithms import LambCoefficients, OnebitLamb
+from lightning_onebit.engine import ExchangeOptions
 
 #: the trust ratio meets both of its clips and moves between them; its correction meets both of its bounds and its speed limit
-OPTIONS = {
+OPTIONS: dict[str, Any] = {
     "lr": 0.02,
     "betas": (0.9, 0.9),
     "weight_decay": 0.3,
     "freeze_step": 8,
-    "max_coeff": 1.2,
-    "min_coeff": 0.5,
-    "coeff_beta": 0.7,
-    "factor_max": 1.8,
-    "factor_min": 0.7,
-    "factor_threshold": 0.08,
+    "trust_clip": (0.5, 1.2),
+    "coefficients": LambCoefficients(beta=0.7, factor_min=0.7, factor_max=1.8, threshold=0.08),
     "block_size": 64,
     "bucket_mb": 0.0016,
 }
@@ -107,16 +105,16 @@ def test_the_run_of_the_oracle_test_meets_every_clip(world: int) -> None:
     r: list[list[float]] = []
     problem.simulate(world, lambda s, t: (c.append(list(s.coeff)), r.append(list(s.r))))  # type: ignore[func-returns-value]
     warm = np.array(c[: o["freeze_step"]])
-    assert (warm == o["max_coeff"]).any() and (warm == o["min_coeff"]).any()
-    assert ((warm > o["min_coeff"]) & (warm < o["max_coeff"]) & (warm != 1)).any()
+    (low, high), bounds = o["trust_clip"], o["coefficients"]
+    assert (warm == high).any() and (warm == low).any()
+    assert ((warm > low) & (warm < high) & (warm != 1)).any()
     f = np.array(r[o["freeze_step"] - 1 :])
     before, after = f[:-1], f[1:]
-    assert (after == o["factor_max"]).any() and (after == o["factor_min"]).any()
-    fastest = np.isclose(after / before, 1 + o["factor_threshold"]) | np.isclose(
-        after / before, 1 - o["factor_threshold"]
-    )
+    assert (after == bounds.factor_max).any() and (after == bounds.factor_min).any()
+    threshold = bounds.threshold
+    fastest = np.isclose(after / before, 1 + threshold) | np.isclose(after / before, 1 - threshold)
     assert fastest.any()
-    free = ~fastest & (after != o["factor_max"]) & (after != o["factor_min"]) & (after != 1)
+    free = ~fastest & (after != bounds.factor_max) & (after != bounds.factor_min) & (after != 1)
     assert free[:, 0].any(), "where f is bounded by nothing, the blend with weight decay decides"
 
 
@@ -139,7 +137,7 @@ def independent_lamb(problem: Problem, world: int, clip: tuple[float, float]) ->
 
 
 def test_warmup_is_lamb_on_averaged_gradients() -> None:
-    options = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1, "max_coeff": 1.0}
+    options = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1, "trust_clip": (0.01, 1.0)}
     problem = Problem(8, options, shapes=SMALL, algorithm="onebit_lamb")
     expected = independent_lamb(problem, 3, (0.01, 1.0))
     for result in run_world(train, 3, problem):
@@ -149,7 +147,7 @@ def test_warmup_is_lamb_on_averaged_gradients() -> None:
 
 
 def test_a_single_process_is_plain_lamb_even_after_the_freeze() -> None:
-    options = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1, "max_coeff": 1.0, "freeze_step": 3}
+    options = {"lr": 0.02, "betas": (0.8, 0.95), "weight_decay": 0.1, "trust_clip": (0.01, 1.0), "freeze_step": 3}
     problem = Problem(8, options, shapes=SMALL, algorithm="onebit_lamb")
     (result,) = run_world(train, 1, problem)
     assert result["books"]["phase"] == "compressed"
@@ -162,13 +160,7 @@ def test_a_single_process_is_plain_lamb_even_after_the_freeze() -> None:
 
 def test_an_average_that_never_moved_counts_as_one() -> None:
     """Clips at exactly 1 make every c exactly 1, so c_avg is still 0 at the freeze."""
-    options = {
-        "lr": 0.02,
-        "freeze_step": 4,
-        "max_coeff": 1.0,
-        "min_coeff": 1.0,
-        "block_size": 32,
-    }
+    options = {"lr": 0.02, "freeze_step": 4, "trust_clip": (1.0, 1.0), "block_size": 32}
     problem = Problem(10, options, shapes=SMALL, algorithm="onebit_lamb", seed=1)
     simulated = problem.simulate(2)
     sure(simulated)
@@ -183,7 +175,7 @@ def test_an_average_that_never_moved_counts_as_one() -> None:
 
 def test_get_lamb_coeffs_is_fresh_and_named() -> None:
     p, q = (torch.nn.Parameter(torch.ones(8)) for _ in range(2))
-    optimizer = OnebitLamb([p, q], max_coeff=2.0)
+    optimizer = OnebitLamb([p, q], trust_clip=(0.01, 2.0))
     optimizer.configure_communication(None, parameter_names={p: "head.weight"})
     assert optimizer.get_lamb_coeffs() == {}
     p.grad = torch.ones(8)
@@ -200,13 +192,8 @@ def test_get_lamb_coeffs_is_fresh_and_named() -> None:
 def test_the_freeze_starts_fresh_moments_at_the_frozen_ones() -> None:
     """Where gradients go on as before, f differs from 1 only by what one more step adds to v."""
     p = torch.nn.Parameter(torch.full((64,), 2.0))
-    options = {
-        "freeze_step": 3,
-        "factor_threshold": 1.0,
-        "bias_correction": False,
-        "block_size": 32,
-    }
-    optimizer = OnebitLamb([p], lr=0.01, force_compression=True, **options)
+    options: Any = {"freeze_step": 3, "coefficients": LambCoefficients(threshold=1.0), "bias_correction": False}
+    optimizer = OnebitLamb([p], lr=0.01, exchange=ExchangeOptions(_alone=True, block_size=32), **options)
     for _ in range(3):
         p.grad = torch.ones(64)
         optimizer.step()
@@ -225,7 +212,12 @@ def growing_worker(group: Any, rank: int, world: int) -> list[list[dict[str, flo
     """Small weights under shrinking gradients that point the same way: what makes up the coefficient, per step and tensor."""
     params = [torch.nn.Parameter(torch.full((70,), 0.02, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
     optimizer = OnebitLamb(
-        params, lr=0.1, freeze_step=3, max_coeff=0.15, weight_decay=0.1, block_size=32, process_group=group
+        params,
+        lr=0.1,
+        freeze_step=3,
+        trust_clip=(0.01, 0.15),
+        weight_decay=0.1,
+        exchange=ExchangeOptions(block_size=32, process_group=group),
     )
     draws = torch.Generator().manual_seed(rank)
     seen = []
@@ -255,7 +247,7 @@ def test_a_coefficient_stays_the_average_times_its_correction() -> None:
 
 def tracked(**options: Any) -> tuple[list[torch.nn.Parameter], Any]:
     params = [torch.nn.Parameter(torch.full((40,), 0.5)) for _ in range(2)]
-    return params, OnebitLamb(params, lr=0.01, block_size=32, **{"force_compression": True, **options})
+    return params, OnebitLamb(params, lr=0.01, **grouped({"_alone": True, "block_size": 32, **options}))
 
 
 def stepped(params: list[torch.nn.Parameter], optimizer: Any) -> None:
@@ -327,7 +319,7 @@ def resumed_everywhere(group: Any, rank: int, world: int, problem: Problem) -> t
 
 def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted() -> None:
     """Bit for bit, in the warm-up and after the freeze."""
-    problem = dataclasses.replace(growing(max_coeff=30.0, min_coeff=0.0), cold=0, shapes=SMALL)
+    problem = dataclasses.replace(growing(trust_clip=(0.0, 30.0)), cold=0, shapes=SMALL)
     for equals, used in run_world(resumed_everywhere, 2, problem):
         assert equals == [True] * 23
         assert len(set(used[8:])) > 10, "ratios move in this run"
@@ -338,7 +330,7 @@ def test_a_rank_that_goes_on_alone_is_plain_lamb() -> None:
     params, optimizer = tracked(freeze_step=2)
     for _ in range(4):
         stepped(params, optimizer)
-    own, alone = tracked(freeze_step=2, force_compression=False)
+    own, alone = tracked(freeze_step=2, _alone=False)
     alone.load_state_dict(optimizer.state_dict())
     for _ in range(2):
         norm = float(own[0].detach().double().norm())
@@ -358,7 +350,9 @@ def nothing_worker(group: Any, rank: int, world: int) -> dict[str, Any]:
     params = [torch.nn.Parameter(torch.randn(70, generator=same)) for _ in range(5)]
     with torch.no_grad():
         params[3].zero_()
-    optimizer = OnebitLamb(params, lr=0.01, freeze_step=4, weight_decay=0.0, block_size=32, process_group=group)
+    optimizer = OnebitLamb(
+        params, lr=0.01, freeze_step=4, weight_decay=0.0, exchange=ExchangeOptions(block_size=32, process_group=group)
+    )
     draws = torch.Generator().manual_seed(10 + rank)
     moves, start = [], [p.detach().clone() for p in params]
     for t in range(12):
@@ -387,7 +381,7 @@ def test_tensors_without_norm_or_momentum_crash_nothing_and_stay_bounded() -> No
 @pytest.mark.parametrize("shapes", [((0,), (5,)), ((0,), (0,)), ((5,), (0,))])
 def test_parameters_without_elements_are_legal_anywhere(shapes: tuple[tuple[int, ...], ...]) -> None:
     params = [torch.nn.Parameter(torch.ones(shape)) for shape in shapes]
-    optimizer = OnebitLamb(params, freeze_step=2, force_compression=True)
+    optimizer = OnebitLamb(params, freeze_step=2, exchange=ExchangeOptions(_alone=True))
     for _ in range(4):
         for p in params:
             p.grad = torch.ones_like(p)
@@ -399,7 +393,7 @@ def frozen_backbone(group: Any, rank: int, world: int) -> torch.Tensor:
     backbone = torch.nn.Parameter(torch.ones(40), requires_grad=False)
     head = torch.nn.Parameter(torch.ones(40))
     groups: Any = [{"params": [backbone]}, {"params": [head], "compress": False}]
-    optimizer = OnebitLamb(groups, lr=0.01, freeze_step=2, process_group=group)
+    optimizer = OnebitLamb(groups, lr=0.01, freeze_step=2, exchange=ExchangeOptions(process_group=group))
     for _ in range(6):
         head.grad = torch.full((40,), rank + 1.0)
         optimizer.step()
@@ -418,14 +412,12 @@ def test_a_run_in_which_no_compressed_parameter_is_trainable_is_legal() -> None:
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"max_coeff": 0.0}, ValueError, "max_coeff=0.0"),
-        ({"min_coeff": 11.0}, ValueError, "min_coeff=11.0 .* <= 10"),
-        ({"min_coeff": -0.1}, ValueError, "min_coeff=-0.1"),
-        ({"coeff_beta": 1.0}, ValueError, "coeff_beta=1.0 .* < 1"),
-        ({"factor_max": 0}, ValueError, "factor_max=0"),
-        ({"factor_min": 5.0}, ValueError, "factor_min=5.0 .* <= 4"),
-        ({"factor_threshold": -1.0}, ValueError, "factor_threshold=-1.0"),
-        ({"factor_threshold": "0.1"}, TypeError, "factor_threshold='0.1'"),
+        ({"trust_clip": (0.0, 0.0)}, ValueError, r"trust_clip\[1\]=0.0"),
+        ({"trust_clip": (11.0, 10.0)}, ValueError, r"trust_clip\[0\]=11.0 .* <= 10"),
+        ({"trust_clip": (-0.1, 10.0)}, ValueError, r"trust_clip\[0\]=-0.1"),
+        ({"trust_clip": 0.3}, TypeError, r"trust_clip=0.3 must be a pair of numbers \(low, high\)"),
+        ({"trust_clip": (0.1, "1")}, TypeError, r"trust_clip\[1\]='1'"),
+        ({"coefficients": {"beta": 0.9}}, TypeError, "coefficients={'beta': 0.9} must be a LambCoefficients, not dict"),
         ({"freeze_step": 0}, ValueError, "freeze_step=0"),
         ({"refresh": "never"}, TypeError, "refresh"),
         ({"bias_correction": 1}, TypeError, "bias_correction=1"),
@@ -434,3 +426,18 @@ def test_a_run_in_which_no_compressed_parameter_is_trainable_is_legal() -> None:
 def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         OnebitLamb([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"beta": 1.0}, ValueError, "beta=1.0 .* < 1"),
+        ({"factor_max": 0}, ValueError, "factor_max=0"),
+        ({"factor_min": 5.0}, ValueError, "factor_min=5.0 .* <= 4"),
+        ({"threshold": -1.0}, ValueError, "threshold=-1.0"),
+        ({"threshold": "0.1"}, TypeError, "threshold='0.1'"),
+    ],
+)
+def test_bad_coefficients_are_named_with_their_value(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LambCoefficients(**given)

@@ -11,24 +11,25 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from harness import grouped
 from optim_support import Problem, close, equal, joined, run_world, snapshot, sure, train, whole_state
 from oracle.adam import updates_of_refresh
 
-from lightning_onebit.optim import OnebitAdam, Phase
-from lightning_onebit.optim.redistribute import Redistribution
-from lightning_onebit.optim.rules import compression_noise
-from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam
+from lightning_onebit.algorithms.updates import compression_noise
+from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
+from lightning_onebit.engine import ExchangeOptions, Phase
+from lightning_onebit.engine.redistribute import Redistribution
 
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))
 #: refreshes at 1, 2, 3, 5 and 7, one-bit rounds between them; gaps 1, 2 and 4 after step 8
 SCHEDULE: dict[str, Any] = {
     "lr": 0.01,
     "weight_decay": 0.1,
-    "var_freeze_step": 8,
-    "var_update_scaler": 2,
+    "freeze_step": 8,
+    "_doubling": 2,
     "refresh": "never",
-    "local_step_scaler": 4,
-    "local_step_clipper": 4,
+    "local_steps": LocalSteps(max_gap=4, double_every=4),
     "block_size": 64,
     "bucket_mb": 0.0012,
 }
@@ -38,9 +39,8 @@ WARMED_UP = (0.0, 0.005, *[0.01] * 28)
 HALVED = (0.0, 0.005, *[0.01] * 8, *[0.005] * 6, *[0.0025] * 14)
 # gap 4, then 1, for lr is back where it was at the freeze (two steps after a synchronisation), then 2 and 4
 RESTARTED = (0.0, 0.005, *[0.01] * 8, *[0.0025] * 6, *[0.01] * 4, *[0.005] * 2, *[0.0025] * 8)
-#: the paper's rules, of which the defaults differ
-PUBLISHED = {"preconditioned": False, "var_decay": "refresh", "refresh": "never"}
-BY_LR = {k: v for k, v in SCHEDULE.items() if k != "local_step_scaler"} | {"local_step_policy": "learning_rate"}
+PUBLISHED = {**SCHEDULE, "recipe": "published"}
+BY_LR = {**SCHEDULE, "local_steps": LocalSteps(max_gap=4, double_every="lr_halving")}
 
 
 def problem(**differing: Any) -> Problem:
@@ -99,17 +99,15 @@ CASES = {
     "learning rate": problem(options=BY_LR, lrs=HALVED),
     # synchronisations at every step are rounds of their own kind: local steps after them begin at the model they have led to
     "learning rate that rises again": problem(options=BY_LR, lrs=RESTARTED),
-    "as published": problem(options={**SCHEDULE, **PUBLISHED}),
+    "as published": problem(options=PUBLISHED),
+    "as published, no bias correction": problem(options={**PUBLISHED, "bias_correction": False}),
+    "as published, learning rate": problem(options={**BY_LR, "recipe": "published"}, lrs=HALVED),
     # first gradients in a refresh after the first one-bit round, and in a one-bit round
     "tensors that come late": problem(
         lrs=None,
         seed=6,
         missing=frozenset({*((t, -1, 0) for t in range(6)), *((t, -1, 4) for t in range(5))}),
         options={**SCHEDULE, "bucket_mb": 16.0},
-    ),
-    "momenta are compressed": problem(options={**SCHEDULE, "preconditioned": False}),
-    "an average of refreshes, no bias correction": problem(
-        options={**SCHEDULE, "var_decay": "refresh", "bias_correction": False}
     ),
 }
 
@@ -142,7 +140,7 @@ def test_local_steps_are_bounded_as_adams_are_and_lose_nothing_as_the_oracle_say
 def without_local_steps(group: Any, rank: int, world: int, kind: Any, options: dict[str, Any]) -> Any:
     made = problem()
     params = made.parameters()
-    optimizer = kind(params, lr=0.01, weight_decay=0.1, block_size=64, process_group=group, **options)
+    optimizer = kind(params, lr=0.01, weight_decay=0.1, **grouped(options, block_size=64, process_group=group))
     trajectory = []
     for t in range(made.steps):
         made.put(params, t, rank)
@@ -153,12 +151,12 @@ def without_local_steps(group: Any, rank: int, world: int, kind: Any, options: d
     return trajectory, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("preconditioned", [True, False])
-def test_without_local_steps_it_is_1_bit_adam_bit_for_bit_however_lr_falls(preconditioned: bool) -> None:
+@pytest.mark.parametrize("recipe", ["default", "published"])
+def test_without_local_steps_it_is_1_bit_adam_bit_for_bit_however_lr_falls(recipe: str) -> None:
     """So what is held back enters with the lr of the step that it enters, and is no larger than 1-bit Adam's at the end of a schedule."""
-    rule = {"refresh": "never", "preconditioned": preconditioned}
-    ours = run_world(without_local_steps, 2, ZeroOneAdam, {"var_freeze_step": 8, "local_step_clipper": 1, **rule})
-    theirs = run_world(without_local_steps, 2, OnebitAdam, {"freeze_step": 8, **rule})
+    rule = {"freeze_step": 8, "refresh": "never", "recipe": recipe}
+    ours = run_world(without_local_steps, 2, ZeroOneAdam, {"local_steps": LocalSteps(max_gap=1), **rule})
+    theirs = run_world(without_local_steps, 2, OnebitAdam, rule)
     assert equal(ours, theirs)
 
 
@@ -189,7 +187,7 @@ def groups_at_zero(group: Any, rank: int, world: int) -> Any:
     same = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(90, generator=same)) for _ in range(2)]
     groups = [{"params": params[:1]}, {"params": params[1:], "lr": 0.0}]
-    optimizer = ZeroOneAdam(groups, process_group=group, **SCHEDULE)
+    optimizer = ZeroOneAdam(groups, **grouped(SCHEDULE, process_group=group))
     draws = torch.Generator().manual_seed(rank)
     start = params[1].detach().clone()
     for _ in range(30):
@@ -216,15 +214,13 @@ def test_a_group_at_lr_zero_is_left_alone_and_joins_later() -> None:
 REFRESHED = {**SCHEDULE, "refresh": 5}
 
 
-@pytest.mark.parametrize("preconditioned", [True, False])
-@pytest.mark.parametrize("policy", ["interval", "learning_rate"])
+@pytest.mark.parametrize("by_lr", [False, True])
 @pytest.mark.parametrize("world", [2, 3])
-def test_refreshes_after_the_freeze_follow_the_oracle(world: int, policy: str, preconditioned: bool) -> None:
+def test_refreshes_after_the_freeze_follow_the_oracle(world: int, by_lr: bool) -> None:
     """Each after a synchronisation that comes early for it; gradients are missing in the second."""
     missing = frozenset({(19, 0, 1), (19, -1, 4)})
-    by_lr = policy == "learning_rate"
     made = problem(
-        options={**(BY_LR if by_lr else SCHEDULE), "refresh": 5, "preconditioned": preconditioned},
+        options={**(BY_LR if by_lr else SCHEDULE), "refresh": 5},
         lrs=HALVED if by_lr else WARMED_UP,
         seed=8,
         missing=missing,
@@ -271,12 +267,12 @@ def resumed_everywhere(group: Any, rank: int, world: int, made: Problem, first: 
     return kinds, equals, local
 
 
-@pytest.mark.parametrize("preconditioned", [True, False])
-def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted(preconditioned: bool) -> None:
+@pytest.mark.parametrize(("options", "refreshes"), [(REFRESHED, 3), (PUBLISHED, 0)], ids=["default", "published"])
+def test_a_run_resumed_anywhere_is_the_run_that_was_not_interrupted(options: dict[str, Any], refreshes: int) -> None:
     """Bit for bit: before and after the freeze, in local steps, before a synchronisation that comes early, and in a refresh."""
-    made = problem(options={**REFRESHED, "preconditioned": preconditioned}, lrs=None)
+    made = problem(options=options, lrs=None)
     for kinds, equals, local in run_world(resumed_everywhere, 2, made, 5, 30):
-        assert sum(kinds[8:]) == 3 and any(local)
+        assert sum(kinds[8:]) == refreshes and any(local)
         assert equals == [True] * 25
 
 
@@ -327,11 +323,9 @@ def test_a_step_alone_is_synchronised_before_a_refresh_that_is_overdue() -> None
 def worlds_worker(group: Any, rank: int, world: int, saved: Any, first: int, last: int) -> Any:
     """Steps of 0/1 Adam on gradients of changing size, with refreshes at 1, 2, 3, 5, 7, 11, ... and a freeze at 34 on two ranks."""
     p = torch.nn.Parameter(torch.zeros(40) if saved is None else saved[0][0].clone())
-    optimizer = ZeroOneAdam(
-        *([p], 1e-3),
-        **dict(block_size=32, process_group=group, var_update_scaler=2, var_freeze_step=34, refresh="never"),
-        denominator_floor=0.0,
-    )
+    options = {"freeze_step": 34, "refresh": "never", "denominator_floor": 0.0}
+    exchange = ExchangeOptions(block_size=32, process_group=group)
+    optimizer = ZeroOneAdam([p], 1e-3, _doubling=2, exchange=exchange, **options)
     if saved is not None:
         optimizer.load_state_dict(saved[0][1])
         parts = Redistribution(optimizer.residual_state_dict())
@@ -343,8 +337,14 @@ def worlds_worker(group: Any, rank: int, world: int, saved: Any, first: int, las
         p.grad = worlds_gradient(t, rank).float()
         dense = optimizer.next_step_is_dense
         optimizer.step()
-        v, state = optimizer._flat.get("v"), whole_state(optimizer)
-        seen.append((dense, optimizer._variance_steps.get(0, optimizer._t[0]), None if v is None else v[:40].clone()))
+        v, state = optimizer._engine.kept.flat.get("v"), whole_state(optimizer)
+        seen.append(
+            (
+                dense,
+                optimizer._engine.rule.updates.get(0, optimizer._engine.kept.t[0]),
+                None if v is None else v[:40].clone(),
+            )
+        )
     return p.detach().clone(), state, optimizer.residual_state_dict(), seen
 
 
@@ -379,8 +379,9 @@ def test_the_variance_and_its_updates_are_those_of_the_definition_on_two_ranks_o
 
 def refused_load_worker(group: Any, rank: int, world: int) -> bool:
     p = torch.nn.Parameter(torch.ones(40))
-    options = {"var_freeze_step": 2, "local_step_scaler": 1, "local_step_clipper": 4}
-    optimizer = ZeroOneAdam([p], lr=0.1, block_size=32, process_group=group, **options)
+    gaps = LocalSteps(max_gap=4, double_every=1)
+    exchange = ExchangeOptions(block_size=32, process_group=group)
+    optimizer = ZeroOneAdam([p], lr=0.1, freeze_step=2, local_steps=gaps, exchange=exchange)
     draw = torch.Generator().manual_seed(rank)
     while not optimizer.mid_local:
         p.grad = torch.randn(40, generator=draw)
@@ -419,9 +420,9 @@ def test_residual_ratio_compares_like_with_like() -> None:
     assert small[0][:3] == [0.0] * 3 and all(0.2 < ratio < 5 for ratio in small[0][3:])
 
 
-@pytest.mark.parametrize("preconditioned", [True, False])
-def test_residual_ratio_is_the_residual_over_the_update_exchanged_last(preconditioned: bool) -> None:
-    settings = {**SCHEDULE, "weight_decay": 0.0, "preconditioned": preconditioned}
+@pytest.mark.parametrize("recipe", ["default", "published"])
+def test_residual_ratio_is_the_residual_over_the_update_exchanged_last(recipe: str) -> None:
+    settings = {**SCHEDULE, "weight_decay": 0.0, "recipe": recipe}
     made = problem(options=settings, lrs=tuple([0.01] * 28))
     made = dataclasses.replace(made, steps=28)
     simulated, _ = simulate(made, 2)
@@ -438,7 +439,7 @@ def test_residual_ratio_is_the_residual_over_the_update_exchanged_last(precondit
     for rank, ours in enumerate(run_world(ratio, 2)):
         e = np.concatenate(simulated.exchange.e[rank])
         scale = [
-            simulated._over_denominator(l, np.ones_like(m)) if preconditioned else 1.0
+            simulated._over_denominator(l, np.ones_like(m)) if recipe == "default" else 1.0
             for l, m in enumerate(simulated.m)
         ]
         exchanged = 4 * np.concatenate([m * s for m, s in zip(simulated.m, scale, strict=True)])  # of four steps
@@ -519,39 +520,35 @@ def test_a_group_that_joins_between_one_bit_rounds_costs_the_others_nothing_but_
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"var_freeze_step": 0}, ValueError, "var_freeze_step=0"),
-        ({"var_update_scaler": 0}, ValueError, "var_update_scaler=0"),
-        ({"local_step_scaler": 0}, ValueError, "local_step_scaler=0"),
-        ({"local_step_clipper": 0}, ValueError, "local_step_clipper=0"),
-        ({"local_step_clipper": 1, "local_step_scaler": 9}, ValueError, "local_step_scaler=9 has no effect"),
-        (
-            {"local_step_clipper": 1, "local_step_policy": "learning_rate"},
-            ValueError,
-            "'learning_rate' has no effect with local_step_clipper=1",
-        ),
-        ({"local_step_policy": "never"}, ValueError, "local_step_policy='never' .* 'interval', 'learning_rate'"),
-        (
-            {"local_step_policy": "learning_rate", "local_step_scaler": 7},
-            ValueError,
-            "local_step_scaler=7 has no effect",
-        ),
-        ({"freeze_step": 3}, TypeError, "freeze_step"),
-        ({"var_decay": "steps"}, ValueError, "var_decay='steps' .* 'refresh', 'step'"),
-        # refreshes at t = 1 to 17 and at 19, the first that skips a step
-        (
-            {"var_decay": "step", "var_freeze_step": 17, "refresh": "never"},
-            ValueError,
-            "var_decay='step' has no effect with var_freeze_step=17.*step 18",
-        ),
-        ({"var_decay": "step", "var_freeze_step": 0}, ValueError, "var_freeze_step=0"),
-        ({"preconditioned": "auto"}, TypeError, "preconditioned='auto'"),
-        ({"preconditioned": 1}, TypeError, "preconditioned=1"),
+        ({"freeze_step": 0}, ValueError, "freeze_step=0"),
+        ({"freeze_step": 2.5}, TypeError, "freeze_step=2.5 must be an integer"),
+        ({"local_steps": 8}, TypeError, "local_steps=8 must be a LocalSteps, not int"),
+        ({"local_steps": None}, TypeError, "local_steps=None must be a LocalSteps"),
+        ({"recipe": "paper"}, ValueError, "recipe='paper' is unknown; choose one of 'default', 'published'"),
+        ({"recipe": "published", "refresh": 5}, ValueError, "refresh=5 has no effect with recipe='published'"),
         ({"refresh": 0}, ValueError, "refresh=0"),
+        ({"bias_correction": 1}, TypeError, "bias_correction=1 must be True or False"),
     ],
 )
 def test_bad_options_are_named_with_their_value(options: dict[str, Any], error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         ZeroOneAdam([torch.nn.Parameter(torch.ones(3))], **options)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"max_gap": 0}, ValueError, "max_gap=0 is out of range; it must be at least 1"),
+        ({"max_gap": 2.0}, TypeError, "max_gap=2.0 must be an integer"),
+        ({"double_every": 0}, ValueError, "double_every=0"),
+        ({"double_every": "never"}, ValueError, "double_every='never' is unknown; choose one of 'lr_halving'"),
+        ({"max_gap": 1, "double_every": 9}, ValueError, "double_every=9 has no effect with max_gap=1"),
+        ({"max_gap": 1, "double_every": "lr_halving"}, ValueError, "'lr_halving' has no effect with max_gap=1"),
+    ],
+)
+def test_bad_local_steps_are_named_with_their_value(given: dict[str, Any], error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        LocalSteps(**given)
 
 
 # ----- young variances -----------------------------------------------------------------------------------------------------------
@@ -602,8 +599,8 @@ def test_local_steps_on_a_young_variance_of_a_large_vocabulary_keep_adamws_loss(
     """Rows that were rare before the freeze have denominators of nearly nothing, and then their first gradients of one worker."""
 
     def young(params: Any, group: Any) -> ZeroOneAdam:
-        gaps = {"local_step_scaler": 2, "local_step_clipper": 8}
-        return ZeroOneAdam(params, process_group=group, var_freeze_step=3, **gaps)
+        gaps = LocalSteps(max_gap=8, double_every=2)
+        return ZeroOneAdam(params, freeze_step=3, local_steps=gaps, exchange=ExchangeOptions(process_group=group))
 
     (adamw, *_), (ours, *_) = (
         run_world(vocabulary_worker, 4, make)
@@ -615,7 +612,8 @@ def test_local_steps_on_a_young_variance_of_a_large_vocabulary_keep_adamws_loss(
 def frozen_young(group: Any, rank: int, world: int, steps: int, large: float, options: dict[str, Any]) -> Any:
     """One row in 16 has gradients that are ``large`` times as large as those of the others in its block."""
     p = torch.nn.Parameter(torch.ones(64, 32))
-    optimizer = ZeroOneAdam([p], process_group=group, block_size=512, var_freeze_step=steps, **options)
+    exchange = ExchangeOptions(process_group=group, block_size=512)
+    optimizer = ZeroOneAdam([p], freeze_step=steps, exchange=exchange, **options)
     draw = torch.Generator().manual_seed(rank)
     for _ in range(steps + 2):
         p.grad = torch.randn(64, 32, generator=draw)
@@ -626,16 +624,14 @@ def frozen_young(group: Any, rank: int, world: int, steps: int, large: float, op
 
 @pytest.mark.parametrize("local", [True, False])
 def test_the_published_rule_refuses_a_young_variance_whose_noise_would_move_weights_too_far(local: bool) -> None:
-    options = {**PUBLISHED, **({} if local else {"local_step_clipper": 1})}
-    del options["var_decay"]
-    words = r"preconditioned=False: the variance of parameter 0 freezes at step 10 after 10 refreshes.* by \d+\.\d lr in a step"
+    options: dict[str, Any] = {"recipe": "published", **({} if local else {"local_steps": LocalSteps(max_gap=1)})}
+    words = r"recipe='published': the variance of parameter 0 freezes at step 10 after 10 refreshes.* by \d+\.\d lr in a step"
     with pytest.raises(ValueError, match=words):
         run_world(frozen_young, 2, 10, 100.0, options)
     assert run_world(frozen_young, 2, 10, 1.0, options) == [Phase.LOCAL] * 2  # an even one
-    assert (
-        run_world(frozen_young, 2, 32, 100.0, {**options, "var_update_scaler": 31}) == [Phase.LOCAL] * 2
-    )  # a settled one
-    options["preconditioned"] = True
+    # one of 32 refreshes
+    assert run_world(frozen_young, 2, 32, 100.0, {**options, "_doubling": 31}) == [Phase.LOCAL] * 2
+    options["recipe"] = "default"
     assert run_world(frozen_young, 2, 10, 100.0, options) == [Phase.LOCAL] * 2
 
 
@@ -647,19 +643,15 @@ def test_noise_of_one_bit_rounds_is_what_weights_would_move_by() -> None:
     w = v[v > 0].mean()
     vd = torch.where(v == 0, w, v.clamp(min=float(0.01 * w)))
     moved = [(block.mean() / d) for block, d in zip(v.split(64), vd.split(64), strict=True)]
-    with mock.patch("lightning_onebit.optim.rules._CHUNK", 128):
+    with mock.patch("lightning_onebit.algorithms.updates._CHUNK", 128):
         noise = compression_noise(v, phi=0.1, block_size=64)
     assert noise == pytest.approx(float(torch.cat(moved).mean().sqrt()), rel=1e-5)
     assert compression_noise(torch.zeros(10), phi=0.1, block_size=64) == 0.0
     assert compression_noise(torch.full((10,), 3.0), phi=0.1, block_size=64) == pytest.approx(1.0)
 
 
-def test_a_variance_over_time_may_freeze_at_the_first_step_without_a_refresh() -> None:
-    ZeroOneAdam([torch.nn.Parameter(torch.ones(3))], var_decay="step", var_freeze_step=18, refresh="never")
-
-
 def test_freeze_ends_the_refreshes_where_no_step_was_given() -> None:
-    made = problem(options={k: v for k, v in SCHEDULE.items() if k != "var_freeze_step"}, lrs=None)
+    made = problem(options={k: v for k, v in SCHEDULE.items() if k != "freeze_step"}, lrs=None)
 
     def frozen(group: Any, rank: int, world: int) -> Any:
         params = made.parameters()

@@ -18,6 +18,9 @@ from hypothesis import strategies as st
 from optim_support import CLASSES
 
 from lightning_onebit import _console, bench, planner
+from lightning_onebit.algorithms import OnebitAdam, OnebitLamb, schedules
+from lightning_onebit.algorithms.schedules import IntervalPolicy, replay_schedule
+from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import (
     Collective,
     SimulatedGroup,
@@ -27,9 +30,6 @@ from lightning_onebit.comm import (
     plan_buckets,
     ring_bytes,
 )
-from lightning_onebit.optim import OnebitAdam, OnebitLamb, policies
-from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
-from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
 from lightning_onebit.planner import (
     ADAMW_BYTES,
     DENSE,
@@ -330,7 +330,7 @@ def test_fitting_compute_recovers_what_the_model_was_given() -> None:
         (planner, ("plan", "predict", "fit_compute", "break_even_bandwidth", "plot")),
         (bench, ("measure_link", "break_even")),
         (
-            policies,
+            schedules,
             (
                 *("VariancePolicy", "SyncPolicy", "IntervalPolicy", "LearningRatePolicy"),
                 *("make_sync_policy", "replay_schedule"),

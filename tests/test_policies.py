@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_onebit.optim.policies import (
+from lightning_onebit.algorithms.schedules import (
     IntervalPolicy,
     LearningRatePolicy,
+    LocalSteps,
     VariancePolicy,
     make_sync_policy,
     replay_schedule,
@@ -140,8 +141,9 @@ def test_an_lr_that_halves_by_multiplication_reaches_its_power_of_two() -> None:
 def test_replay_counts_the_rounds_of_the_written_down_policies(
     scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, refresh: bool
 ) -> None:
-    policy = make_sync_policy("interval", scaler=local_scaler, clipper=clipper)
-    ours = replay_schedule(steps, var_freeze_step=freeze, var_update_scaler=scaler, policy=policy, refresh=refresh)
+    gaps = {"double_every": local_scaler} if clipper > 1 else {}
+    policy = make_sync_policy(LocalSteps(max_gap=clipper, **gaps))
+    ours = replay_schedule(steps, freeze_step=freeze, policy=policy, refresh=refresh, doubling=scaler)
     t_v, t_u = oracle.VariancePolicy(scaler), oracle.SyncPolicy(freeze, local_scaler, clipper)
     theirs = {"dense": 0, "one_bit": 0, "silent": 0}
     for t in range(1, steps + 1):
@@ -159,14 +161,14 @@ def test_replay_counts_the_rounds_of_the_written_down_policies(
     assert ours == theirs
 
 
-@pytest.mark.parametrize("name", ["interval", "learning_rate"])
+@pytest.mark.parametrize("double_every", [5, "lr_halving"])
 @given(cut=st.integers(0, 40))
-def test_sync_policy_continues_from_its_state(name: str, cut: int) -> None:
+def test_sync_policy_continues_from_its_state(double_every: Any, cut: int) -> None:
     def lr(step: int) -> float:
         return 0.5 ** (step / 7)
 
     def fresh() -> Any:
-        return make_sync_policy(name, scaler=5 if name == "interval" else 32768, clipper=8)
+        return make_sync_policy(LocalSteps(max_gap=8, double_every=double_every))
 
     whole, first, second = fresh(), fresh(), fresh()
     for policy in (whole, first):
@@ -175,9 +177,3 @@ def test_sync_policy_continues_from_its_state(name: str, cut: int) -> None:
     seen = synchronisations(first, 21, 20 + cut, lr)
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert seen + synchronisations(second, 21 + cut, 100, lr) == expected
-
-
-@pytest.mark.parametrize(("name", "value"), [("scaler", 0), ("clipper", 0), ("scaler", 2.5), ("clipper", True)])
-def test_bad_constants_are_named(name: str, value: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match=f"local_step_{name}={value}"):
-        make_sync_policy("interval", **{"scaler": 1, "clipper": 1, name: value})

@@ -15,12 +15,14 @@ from unittest import mock
 
 import pytest
 import torch
+from harness import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_support import CLASSES, equal, snapshot
 
+from lightning_onebit.algorithms import LocalSteps, zero_one_adam
 from lightning_onebit.comm import SimulatedWorld
-from lightning_onebit.optim import OnebitOptimizer, Phase, zero_one_adam
+from lightning_onebit.engine import OnebitOptimizer, Phase
 
 STEPS = 12
 SHAPES = ((), (1,), (0,), (31,), (33,), (64,), (5, 9), (3, 0), (2, 3, 11), (130,))
@@ -102,40 +104,28 @@ def scripts(draw: Any, algorithm: str) -> Script:
     options: dict[str, Any] = {
         "block_size": draw(st.sampled_from([32, 64])),
         "bucket_mb": draw(st.sampled_from([0.0002, 0.001, 16.0])),
-        "force_compression": draw(st.sampled_from([True, True, False])),
+        "_alone": draw(st.sampled_from([True, True, False])),
         "weight_decay": draw(st.sampled_from([0.0, 0.1])),
-        "residual_dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"])),
-        "denominator_dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"])),
         "max_grad_norm": draw(st.sampled_from([None, None, 1.0])),
-        "max_consecutive_skips": STEPS + 1,
     }
     freeze = draw(st.one_of(st.none(), early))
+    if algorithm != "onebit_lamb":
+        options["recipe"] = draw(st.sampled_from(["default", "published"]))
     if algorithm != "binsgdm":
         # short warm-ups leave second moments that say little: the floor must hold
         options |= {"denominator_floor": 0.1, "bias_correction": draw(st.booleans())}
-        name = "var_freeze_step" if algorithm == "zero_one_adam" else "freeze_step"
+        options |= {"state_dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"]))}
         if freeze is None:
-            options[name] = draw(st.one_of(st.none(), early.map(lambda step: step + 1)))
+            options["freeze_step"] = draw(st.one_of(st.none(), early.map(lambda step: step + 1)))
     else:
-        del options["residual_dtype"], options["denominator_dtype"]  # it has neither
-        options |= {
-            "server": draw(st.sampled_from(["random", "feedback"])),
-            "seed": draw(st.integers(0, 3)),
-        }
-        options |= {"draws": draw(st.sampled_from(["stratified", "independent"]))}
-        options |= {"overflow": draw(st.sampled_from(["keep", "drop"]))}
-        options |= {"denominator_floor": draw(st.sampled_from([0.0, 0.5, 1.0]))}
+        options |= {"denominator_floor": draw(st.sampled_from([None, 0.0, 0.5])), "seed": draw(st.integers(0, 3))}
     if algorithm in ("onebit_adam", "zero_one_adam"):
-        options["refresh"] = draw(st.sampled_from(["never", "auto", 1, 2, 4]))
+        published = options["recipe"] == "published"
+        options["refresh"] = draw(st.sampled_from(["never", "auto"] if published else ["never", "auto", 1, 2, 4]))
     if algorithm == "zero_one_adam":
-        options |= {"var_update_scaler": draw(st.integers(1, 3)), "local_step_clipper": draw(st.integers(1, 4))}
-        options |= {"local_step_scaler": draw(st.integers(1, 3))} if options["local_step_clipper"] > 1 else {}
-        if (
-            options["refresh"] != "never"
-            or (options.get("var_freeze_step") or STEPS) >= options["var_update_scaler"] + 2
-        ):
-            options |= {"var_decay": draw(st.sampled_from(["refresh", "step"]))}
-        options |= {"preconditioned": draw(st.booleans())}
+        gap = draw(st.integers(1, 4))
+        steps_of_gap = {"double_every": draw(st.integers(1, 3))} if gap > 1 else {}
+        options |= {"_doubling": draw(st.integers(1, 3)), "local_steps": LocalSteps(max_gap=gap, **steps_of_gap)}
     rates = st.lists(st.sampled_from([0.0, 0.01, 0.01, 0.02]), min_size=len(groups), max_size=len(groups)).map(tuple)
     return Script(
         algorithm=algorithm,
@@ -175,7 +165,9 @@ class Run:
             }
             for g in script.groups()
         ]
-        optimizer: OnebitOptimizer = CLASSES[script.algorithm](groups, process_group=self.group, **script.options)  # type: ignore[arg-type]
+        optimizer: OnebitOptimizer = CLASSES[script.algorithm](
+            groups, **grouped(script.options, process_group=self.group)
+        )
         if script.ranks_per_node > 1:
             optimizer.configure_communication(self.group, ranks_per_node=script.ranks_per_node)
         return optimizer
@@ -222,18 +214,22 @@ class Run:
 
     def state_of(self) -> list[dict[str, torch.Tensor]]:
         """Per tensor: its weights and whatever belongs to it in the optimizer."""
-        optimizer, plan = self.optimizer, self.optimizer._plan
+        optimizer, plan = self.optimizer, self.optimizer._engine.kept.layout.plan
         state = optimizer.state_dict()["state"]
         found = []
         for p in self.params:
-            index = next(i for i, known in enumerate(optimizer._params) if known is p)
+            index = next(i for i, known in enumerate(optimizer._engine.kept.layout.params) if known is p)
             mine = {name: value.clone() for name, value in state.get(index, {}).items()}
             for name in [name for name in mine if name.endswith("_exact")]:
                 mine[name.removesuffix("_exact")] = mine.pop(name)  # not the form for plain AdamW
             mine["weights"] = p.detach().clone()
-            residual = optimizer._worker_residual
-            if residual is not None and residual.values.numel() == plan.elements and index in optimizer._slot_of:
-                mine["residual"] = optimizer._part(residual.settled(), optimizer._slot_of[index]).clone()
+            residual = optimizer._engine.kept.worker
+            if (
+                residual is not None
+                and residual.values.numel() == plan.elements
+                and index in optimizer._engine.kept.layout.slot_of
+            ):
+                mine["residual"] = optimizer._engine.kept.layout.part(residual.settled(), index).clone()
             found.append(mine)
         return found
 

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import grouped
 from torch.profiler import ProfilerActivity, profile
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam, ZeroOneAdam
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.comm.ranges import begin
-from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, ZeroOneAdam
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
 
 
 def ranges(make: type[OnebitOptimizer], **options: object) -> list[set[str]]:
@@ -18,7 +20,7 @@ def ranges(make: type[OnebitOptimizer], **options: object) -> list[set[str]]:
 
     def train(group: SimulatedGroup) -> list[set[str]]:
         model = [torch.nn.Parameter(torch.ones(300, 7))]
-        optimizer = make(model, kernels="reference", block_size=64, process_group=group, **options)
+        optimizer = make(model, **grouped(options, kernels="reference", block_size=64, process_group=group))
         found = []
         for _ in range(6):
             model[0].grad = torch.randn(300, 7)
@@ -41,7 +43,7 @@ def test_a_profiler_sees_the_parts_of_every_kind_of_step() -> None:
     assert steps[4] == {"control", "exchange", "apply", "refresh"}
     early = ranges(OnebitAdam, freeze_step=1, overlap="backward", refresh="never")
     assert early[1] >= compressed - {"control"}
-    local = ranges(ZeroOneAdam, var_freeze_step=1, local_step_scaler=1, local_step_clipper=4, refresh="never")
+    local = ranges(ZeroOneAdam, freeze_step=1, local_steps=LocalSteps(max_gap=4, double_every=1), refresh="never")
     assert compressed - {"pack", "reduce"} in local[1:], "a local step, which waits in the control round only"
 
 
@@ -51,7 +53,7 @@ def test_without_a_profiler_no_range_is_opened(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("torch.autograd.profiler.record_function", lambda name: names.append(name) or opened(name))
     assert begin("pack") is None
     model = [torch.nn.Parameter(torch.ones(300, 7))]
-    optimizer = OnebitAdam(model, kernels="reference", freeze_step=1, force_compression=True)
+    optimizer = OnebitAdam(model, freeze_step=1, exchange=ExchangeOptions(kernels="reference", _alone=True))
     for _ in range(3):
         model[0].grad = torch.randn(300, 7)
         optimizer.step()
@@ -63,7 +65,7 @@ def test_the_picture_of_a_trace_shows_what_was_recorded(tmp_path: Path, monkeypa
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
     trace_ranges = __import__("trace_ranges")
     model = [torch.nn.Parameter(torch.ones(300, 7))]
-    optimizer = OnebitAdam(model, kernels="reference", freeze_step=1, force_compression=True)
+    optimizer = OnebitAdam(model, freeze_step=1, exchange=ExchangeOptions(kernels="reference", _alone=True))
     for _ in range(2):
         model[0].grad = torch.randn(300, 7)
         with profile(activities=[ProfilerActivity.CPU]) as profiler:

@@ -12,6 +12,7 @@ import torch
 from harness import run_ranks
 from lightning_support import (
     differing,
+    early_refreshes,
     enter,
     loader,
     make_module,
@@ -36,22 +37,18 @@ from lightning_onebit.checkpoint import (
 STEPS = 12
 OPTIONS: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 4},
-    "onebit_lamb": {"freeze_step": 4, "max_coeff": 0.3},
-    # refreshes at steps 1, 2, 4, a one-bit round at 3; then synchronisations at 5, 9, 13
-    "zero_one_adam": {
-        "var_freeze_step": 4,
-        "var_update_scaler": 1,
-        "local_step_scaler": 1,
-        "local_step_clipper": 4,
-    },
-    "binsgdm": {"server": "random", "seed": 3},
+    "onebit_lamb": {"freeze_step": 4, "trust_clip": (0.01, 0.3)},
+    # (with early_refreshes) refreshes at steps 1, 2, 4, a one-bit round at 3; then synchronisations at 5, 9, 13
+    "zero_one_adam": {"freeze_step": 4, "local_steps": ob.LocalSteps(max_gap=4, double_every=1)},
+    "binsgdm": {"recipe": "published", "seed": 3},
 }
 # in the warm-up (0/1 Adam: among its one-bit rounds), at the freeze, compressed (0/1 Adam: between local steps), and later
 CUTS = (3, 4, 6, 10)
 
 
 def configure(module: Any, schedule: Any = lambda step: 1.0 / (1 + 0.1 * step)) -> Any:
-    optimizer = module.trainer.strategy.optimizer(module.parameters(), lr=1e-2, weight_decay=0.01)
+    strategy = module.trainer.strategy
+    optimizer = strategy.optimizer(module.parameters(), lr=1e-2, weight_decay=0.01, **early_refreshes(strategy))
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -117,7 +114,8 @@ def fit(pl: Any, algorithm: str, folder: str | None, **kwargs: Any) -> dict[str,
     options = kwargs.pop("options", OPTIONS[algorithm])
     callbacks = kwargs.pop("callbacks", [])
     recorder = Recorder()
-    strategy = strategy_class()(algorithm, ranks_per_node=ranks_per_node, block_size=64, bucket_mb=1e-3, **options)
+    exchange = ob.ExchangeOptions(block_size=64, bucket_mb=1e-3)
+    strategy = strategy_class()(algorithm, ranks_per_node=ranks_per_node, exchange=exchange, **options)
     if folder is not None:
         callbacks = [
             *callbacks,

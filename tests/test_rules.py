@@ -103,9 +103,9 @@ def test_a_rule_is_compared_in_pairs_of_a_seed_and_a_precision() -> None:
 
 
 def test_compressed_rules_run_at_the_rate_of_their_twin_and_tasks_of_the_same_model_at_that_of_one() -> None:
-    adam, plain = rules.RULES["onebit_adam"], rules.RULES["onebit_adam_plain_momentum"]
-    assert rules.wanted("T1short", adam, []) == rules.wanted("T2", plain, []) == [], "that is not known yet"
-    for task, rule in (("T1short", adam), ("T1short", plain), ("T1", rules.RULES["adamw"]), ("T2", adam)):
+    adam, published = rules.RULES["onebit_adam"], rules.RULES["onebit_adam_published"]
+    assert rules.wanted("T1short", adam, []) == rules.wanted("T2", published, []) == [], "that is not known yet"
+    for task, rule in (("T1short", adam), ("T1short", published), ("T1", rules.RULES["adamw"]), ("T2", adam)):
         assert rules.wanted(task, rule, SEARCHED) == [(8e-3, seed) for seed in rules.SEEDS]
     assert rules.wanted("T2", rules.RULES["adamw"], SEARCHED) == [], "T1 has them"
     assert rules.wanted("T1", rules.RULES["adamw"], []) == [], "T1short is searched"
@@ -116,6 +116,29 @@ def test_variants_of_binsgdm_run_at_its_rate_which_is_searched() -> None:
     assert rules.wanted("T1short", rule, []) == [(1e-3, 0)] and rules.wanted("T1short", variant, []) == []
     runs = [run(1e-3 * f, 5.0 + (f != 1), rule="binsgdm") for f in (0.5, 1, 2)]
     assert rules.wanted("T1short", variant, runs) == [(1e-3, seed) for seed in rules.SEEDS]
+
+
+@pytest.mark.parametrize("name", [rule.name for rule in rules.RULES.values() if rule.family == "library"])
+def test_every_rule_of_the_library_can_be_built(name: str) -> None:
+    def make(group: Any) -> str:
+        params = [torch.nn.Parameter(torch.ones(5))]
+        return rules.RULES[name].make(params, 1e-3, TINY, group).algorithm
+
+    algorithms = SimulatedWorld(2).run(make)
+    assert algorithms[0] == algorithms[1] and name.startswith(algorithms[0])
+
+
+def test_runs_of_rules_whose_option_is_gone_are_shown_and_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(rules, "SUMMARY", tmp_path / "rules.json")
+    runs = rules.read_runs()
+    recorded = {name for name, rule in rules.RULES.items() if rule.family == "recorded"}
+    assert recorded <= {run["rule"] for run in runs} <= set(rules.RULES)
+    rules.table(runs)
+    shown = capsys.readouterr().out
+    for name in recorded:
+        assert name in shown and rules.wanted("T1short", rules.RULES[name], runs) == []
 
 
 def test_a_seed_of_another_precision_is_run_again() -> None:

@@ -18,15 +18,16 @@ from test_lightning_algorithms import saves_on_exception
 from test_resume import configure, training_step
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.checkpoint import durable
-from lightning_onebit.optim import OnebitAdam, TornStep
+from lightning_onebit.engine import ExchangeOptions, TornStep
 
 # ----- torn steps -----------------------------------------------------------------------------------------------------------------
 
-#: a step whose exchange is not finite: options, what its loss is multiplied by, and which file would be written
+#: a step whose exchange is not finite: options of the exchange, what its loss is multiplied by, and which file would be written
 FAULTS: dict[str, tuple[dict[str, Any], float, str]] = {
     "squares that overflow": ({}, 1e30, "step=4.ckpt"),
-    "no skips": ({"max_consecutive_skips": 0}, float("inf"), "step=4.ckpt"),
+    "no skips": ({"on_nonfinite": "raise"}, float("inf"), "step=4.ckpt"),
     "sent early": ({"overlap": "backward"}, float("inf"), "step=4.ckpt"),
     "weights only": ({}, 1e30, "weights-step=4.ckpt"),
     "a callback's own file": ({}, 1e30, "on_exception.ckpt"),
@@ -35,7 +36,7 @@ FAULTS: dict[str, tuple[dict[str, Any], float, str]] = {
 
 def failing_fit(pl: Any, fault: str, folder: str) -> BaseException:
     """A run whose sixth step cannot be made, and which saves every second one, the last one, and when an exception ends it."""
-    options, factor, _ = FAULTS[fault]
+    exchange, factor, _ = FAULTS[fault]
 
     def broken_step(module: Any, batch: Any, batch_idx: int) -> Any:
         return training_step(module, batch, batch_idx) * (factor if batch_idx == 5 else 1.0)
@@ -52,7 +53,7 @@ def failing_fit(pl: Any, fault: str, folder: str) -> BaseException:
     callbacks = [saving]
     if fault == "a callback's own file":
         callbacks.append(pl.callbacks.OnExceptionCheckpoint(folder))
-    strategy = strategy_class()("onebit_adam", freeze_step=2, block_size=32, **options)
+    strategy = strategy_class()("onebit_adam", freeze_step=2, exchange=ExchangeOptions(block_size=32, **exchange))
     module = make_module(pl, configure, plain_net, training_step=broken_step, validation_step=None)
     trainer = quiet_trainer(pl, strategy, enable_checkpointing=True, callbacks=callbacks, max_steps=8)
     try:
@@ -107,7 +108,7 @@ def test_ctrl_c_within_a_step_is_handled_between_two_batches_whose_file_counts_t
             call = getattr(place, name)
             setattr(place, name, lambda *args, **more: (signal.raise_signal(signal.SIGINT), call(*args, **more)))
 
-    strategy = strategy_class()("onebit_adam", freeze_step=2, block_size=32, force_compression=True)
+    strategy = strategy_class()("onebit_adam", freeze_step=2, exchange=ExchangeOptions(block_size=32, _alone=True))
     module = make_module(pl, configure, plain_net, training_step=training_step, validation_step=None)
     trainer = quiet_trainer(
         pl, strategy, enable_checkpointing=True, callbacks=[saving, Interrupt()], max_steps=8, devices=1
@@ -130,7 +131,9 @@ def test_fabric_saves_neither_a_torn_optimizer_nor_its_model(tmp_path: Path) -> 
     fabric.launch()
     torch.manual_seed(0)
     model, other = plain_net(), plain_net()
-    optimizer: Any = OnebitAdam(model.parameters(), lr=0.01, freeze_step=1, force_compression=True, block_size=32)
+    optimizer: Any = OnebitAdam(
+        model.parameters(), lr=0.01, freeze_step=1, exchange=ExchangeOptions(_alone=True, block_size=32)
+    )
     model, wrapped = fabric.setup(model, optimizer)
     path = str(tmp_path / "good.ckpt")
     for factor in (1.0, 1.0, 1e30):

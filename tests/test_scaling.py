@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import counting, run_ranks
+from harness import counting, grouped, run_ranks
 from optim_support import CLASSES
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam
 from lightning_onebit.comm.simulation import SimulatedWorld
 from lightning_onebit.kernels import ReferenceKernels, get_backend
-from lightning_onebit.optim import OnebitAdam
 
 BLOCK = 64
 ELEMENTS = 840 * BLOCK  # a multiple of every number of ranks up to 8, and of the numbers of tensors below
@@ -24,7 +24,7 @@ BUCKET_MB = 440 * BLOCK * 4 / 2**20  # two buckets, for every number of ranks
 SOON: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 1},
     "onebit_lamb": {"freeze_step": 1},
-    "zero_one_adam": {"var_freeze_step": 1, "local_step_clipper": 1},
+    "zero_one_adam": {"freeze_step": 1, "local_steps": LocalSteps(max_gap=1)},
     "binsgdm": {},
 }
 OPERATIONS = (
@@ -45,7 +45,7 @@ OPERATIONS += ("local_step", "sample", "vote", "apply_votes")
 def one_step(rank: int, world: int, algorithm: str, tensors: int) -> tuple[list[Any], int, int]:
     """The collectives and bytes of the third step (the first two of BinSGDM unite bitmaps)."""
     params = [torch.nn.Parameter(torch.ones(ELEMENTS // tensors)) for _ in range(tensors)]
-    optimizer = CLASSES[algorithm](params, lr=1e-3, block_size=BLOCK, bucket_mb=BUCKET_MB, **SOON[algorithm])
+    optimizer = CLASSES[algorithm](params, lr=1e-3, **grouped(SOON[algorithm], block_size=BLOCK, bucket_mb=BUCKET_MB))
     with counting() as counted:
         for _ in range(3):
             counted.take()
@@ -100,11 +100,11 @@ def cost_of_a_step(group: Any) -> tuple[Counter[str], Counter[str], int]:
     """Kernel calls, elements that they pass over and bytes sent by a rank in one compressed step."""
     params = [torch.nn.Parameter(torch.ones(ELEMENTS // 3)) for _ in range(3)]
     options = {"block_size": BLOCK, "bucket_mb": BUCKET_MB, "freeze_step": 1, "process_group": group}
-    optimizer = OnebitAdam(params, lr=1e-3, **options)
+    optimizer = OnebitAdam(params, lr=1e-3, **grouped(options))
     counter = Counting()
     for step in range(3):
         if step == 2:
-            optimizer._kernels = counter  # type: ignore[assignment]
+            optimizer._engine.kept.kernels = counter  # type: ignore[assignment]
         for p in params:
             p.grad = torch.full_like(p, 1.0 + group.rank)
         optimizer.step()
@@ -130,8 +130,8 @@ KINDS: dict[str, tuple[str, dict[str, Any], float]] = {
     "onebit_adam": ("onebit_adam", {}, 9),
     "onebit_lamb": ("onebit_lamb", {}, 9),
     "zero_one_adam": ("zero_one_adam", {}, 9),
-    "zero_one_adam, local": ("zero_one_adam", {"local_step_clipper": 1000, "local_step_scaler": 1}, 9),
-    "zero_one_adam, synchronising": ("zero_one_adam", {"local_step_clipper": 2, "local_step_scaler": 1}, 14),
+    "zero_one_adam, local": ("zero_one_adam", {"local_steps": LocalSteps(max_gap=1000, double_every=1)}, 9),
+    "zero_one_adam, synchronising": ("zero_one_adam", {"local_steps": LocalSteps(max_gap=2, double_every=1)}, 14),
     "binsgdm": ("binsgdm", {}, 9),
 }
 
@@ -143,7 +143,7 @@ def calls_in_a_step(group: Any, kind: str, tensors: int) -> int:
     # what is rare: local steps in pairs with synchronisations, bitmaps at powers of 2
     steps = 12 if "local" not in kind else 13
     params = [torch.nn.Parameter(torch.ones(ELEMENTS // tensors)) for _ in range(tensors)]
-    optimizer = CLASSES[algorithm](params, lr=1e-3, block_size=BLOCK, process_group=group, **options)
+    optimizer = CLASSES[algorithm](params, lr=1e-3, **grouped(options, block_size=BLOCK, process_group=group))
     calls = 0
 
     def count(frame: FrameType, event: str, argument: object) -> None:

@@ -28,7 +28,7 @@ def replacing_rank(rank: int, world: int, how: str, guarded: bool = False) -> di
             else:
                 module.trainer.strategy.setup_optimizers(module.trainer)
 
-    strategy = strategy_class()("onebit_adam", block_size=32)
+    strategy = strategy_class()("onebit_adam", exchange=ob.ExchangeOptions(block_size=32))
     kept: list[Any] = []
 
     def on_train_end(module: Any) -> None:
@@ -92,7 +92,8 @@ def idle_rank(rank: int, world: int) -> dict[str, Any]:
         (optimizer,) = module.trainer.strategy.onebit_optimizers
         seen["alone"] += optimizer.mid_local
 
-    strategy = strategy_class()("zero_one_adam", block_size=32, var_freeze_step=4, local_step_scaler=2)
+    gaps, exchange = ob.LocalSteps(double_every=2), ob.ExchangeOptions(block_size=32)
+    strategy = strategy_class()("zero_one_adam", freeze_step=4, local_steps=gaps, exchange=exchange)
     looks = {"on_train_batch_end": look, "on_validation_start": look, "on_train_epoch_end": look}
     module = make_module(
         pl, lambda module: torch.optim.AdamW(module.parameters(), lr=1e-2), optimizer_step=optimizer_step, **looks

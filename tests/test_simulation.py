@@ -8,19 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness import run_ranks
+from harness import grouped, run_ranks
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam
+from lightning_onebit.algorithms.binsgdm import BinSGDM
+from lightning_onebit.algorithms.lamb import OnebitLamb
+from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import CollectiveFailure, CollectiveTimeout, PlanMismatch, SimulatedGroup, SimulatedWorld
-from lightning_onebit.optim import OnebitAdam
-from lightning_onebit.optim.binsgdm import BinSGDM
-from lightning_onebit.optim.lamb import OnebitLamb
-from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
+from lightning_onebit.engine import ExchangeOptions
 
 SHAPES = ((5, 33), (7,), (0,), (1,), (3, 65))
 ALGORITHMS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "onebit_adam": (OnebitAdam, {"freeze_step": 4, "weight_decay": 0.1, "max_grad_norm": 1.0}),
     "onebit_lamb": (OnebitLamb, {"freeze_step": 4, "weight_decay": 0.1}),
-    "zero_one_adam": (ZeroOneAdam, {"var_freeze_step": 8, "var_update_scaler": 2, "local_step_scaler": 4}),
+    "zero_one_adam": (ZeroOneAdam, {"freeze_step": 8, "_doubling": 2, "local_steps": LocalSteps(double_every=4)}),
     "binsgdm": (BinSGDM, {"weight_decay": 0.1}),
 }
 
@@ -40,7 +41,7 @@ def train(
     draws = torch.Generator().manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, generator=draws)) for shape in SHAPES]
     kind, own = ALGORITHMS[algorithm]
-    optimizer = kind(params, lr=0.01, block_size=32, bucket_mb=0.0005, process_group=group, **own, **options)
+    optimizer = kind(params, lr=0.01, **own, **grouped(options, block_size=32, bucket_mb=0.0005, process_group=group))
     mine = torch.Generator().manual_seed(1 + rank)
     for _ in range(steps):
         for i, p in enumerate(params):
@@ -69,7 +70,7 @@ def train_hierarchical(group: SimulatedGroup | None, rank: int, algorithm: str, 
     draws = torch.Generator().manual_seed(0)
     p = torch.nn.Parameter(torch.randn(300, generator=draws))
     kind, own = ALGORITHMS[algorithm]
-    optimizer: Any = kind([p], lr=0.01, block_size=32, **own)
+    optimizer: Any = kind([p], lr=0.01, exchange=ExchangeOptions(block_size=32), **own)
     optimizer.configure_communication(group, ranks_per_node=ranks_per_node)
     mine = torch.Generator().manual_seed(1 + rank)
     for _ in range(8):
@@ -166,7 +167,7 @@ def test_dense_sums_are_taken_in_rank_order_whoever_comes_first() -> None:
 def test_a_rank_that_never_joins_is_named_within_the_timeout() -> None:
     def step(group: SimulatedGroup) -> str:
         p = torch.nn.Parameter(torch.ones(8))
-        optimizer = OnebitAdam([p], process_group=group, timeout=0.2)  # type: ignore[arg-type]
+        optimizer = OnebitAdam([p], exchange=ExchangeOptions(process_group=group, timeout=0.2))
         p.grad = torch.ones(8)
         if group.rank == 2:
             return "stayed away"
@@ -184,7 +185,7 @@ def test_a_rank_that_fails_wakes_the_others_and_its_error_is_the_one_raised() ->
         if group.rank == 1:
             raise ZeroDivisionError("bad data on rank 1")
         p = torch.nn.Parameter(torch.ones(8))
-        optimizer = OnebitAdam([p], process_group=group)  # type: ignore[arg-type]
+        optimizer = OnebitAdam([p], exchange=ExchangeOptions(process_group=group))
         p.grad = torch.ones(8)
         with pytest.raises(CollectiveFailure, match="simulated rank 1 has failed: bad data"):
             optimizer.step()
@@ -198,7 +199,7 @@ def test_a_rank_that_fails_wakes_the_others_and_its_error_is_the_one_raised() ->
 def test_ranks_with_different_models_are_told_the_first_difference() -> None:
     def step(group: SimulatedGroup) -> None:
         p = torch.nn.Parameter(torch.ones(8 + group.rank))
-        OnebitAdam([p], process_group=group).step()  # type: ignore[arg-type]
+        OnebitAdam([p], exchange=ExchangeOptions(process_group=group)).step()
 
     with pytest.raises(PlanMismatch, match="shape"):
         SimulatedWorld(2, timeout=30).run(step)

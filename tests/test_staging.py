@@ -14,7 +14,7 @@ import torch.distributed as dist
 from harness import counting, run_ranks
 from torch import Tensor
 
-from lightning_onebit import OnebitAdam
+from lightning_onebit import ExchangeOptions, OnebitAdam
 from lightning_onebit.comm import ByteLedger, Reducer, Topology, Transport, control_round
 from lightning_onebit.comm import transport as transport_module
 from lightning_onebit.comm.transport import _backend
@@ -205,7 +205,8 @@ def _train(rank: int, world: int, staged: bool) -> tuple[list[Tensor], int]:
         transport_module.CudaStager = make  # type: ignore[assignment, misc]
     torch.manual_seed(1)
     model = torch.nn.Sequential(torch.nn.Linear(33, 70), torch.nn.Tanh(), torch.nn.Linear(70, 20))
-    optimizer = OnebitAdam(model.parameters(), lr=0.01, freeze_step=3, block_size=64, bucket_mb=0.004)
+    exchange = ExchangeOptions(block_size=64, bucket_mb=0.004)
+    optimizer = OnebitAdam(model.parameters(), lr=0.01, freeze_step=3, exchange=exchange)
     data = torch.Generator().manual_seed(rank)
     for _ in range(8):
         optimizer.zero_grad()

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import itertools
+import operator
 import pickle
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +32,15 @@ from lightning_support import (
     strategy_class,
 )
 from packaging.version import Version
+from test_ddp_habits import FABRICS, fabric_class
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_onebit as ob
 from lightning_onebit import registry
+from lightning_onebit._ddp_keywords import DDP_KEYWORDS
+from lightning_onebit.algorithms import AdamOptions
+from lightning_onebit.comm import SimulatedWorld
+from lightning_onebit.engine.options import takes
 from lightning_onebit.registry import ALGORITHMS, Algorithm, available_strategies, find_algorithm
 from lightning_onebit.strategy import _Run
 
@@ -83,41 +91,30 @@ assert StrategyRegistry["onebit_adam"]["strategy"] is OnebitStrategy
 # ----- options ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_strategy_has_a_typed_keyword_for_every_option_of_every_algorithm_and_for_nothing_else() -> None:
-    own = ["algorithm", "accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"]
-    own += ["process_group_backend", "timeout", "start_method"]
-    own += [
-        "other_optimizers",
-        "convert_optimizers",
-        "broadcast_buffers",
-        "overlap_dense",
-        "hierarchical",
-        "ranks_per_node",
-        "strict_residuals",
-    ]
-    own += [
-        "find_unused_parameters",
-        "static_graph",
-        "gradient_as_bucket_view",
-        "model_averaging_period",
-        "bucket_cap_mb",
-    ]
-    own += [
-        "ddp_comm_hook",
-        "ddp_comm_state",
-        "ddp_comm_wrapper",
-        "others",
-    ]  # DDP's, answered with what there is instead
+#: what Lightning's DDPStrategy takes and looks after
+LIGHTNINGS = {"accelerator", "parallel_devices", "cluster_environment", "checkpoint_io", "precision_plugin"}
+LIGHTNINGS |= {"process_group_backend", "timeout", "start_method"}
+#: what the strategy itself takes beside them and DDP's own keywords
+OWN = {"algorithm", "other_optimizers", "convert_optimizers", "broadcast_buffers", "overlap_dense", "ranks_per_node"}
+OWN |= {"strict_residuals", "exchange"}
+
+
+def test_the_strategy_shows_every_option_of_every_algorithm_with_its_type_and_few_of_its_own() -> None:
+    """Each is written once, in the algorithm's dataclass."""
     parameters = inspect.signature(strategy_class()).parameters
-    options = {name: p for name, p in parameters.items() if name not in own}
+    options = {name: p for name, p in parameters.items() if name not in LIGHTNINGS | OWN | {*DDP_KEYWORDS}}
     assert set(options) == set().union(*(algorithm.options for algorithm in ALGORITHMS.values()))
+    assert LIGHTNINGS | OWN | {*DDP_KEYWORDS} | options.keys() == parameters.keys()
     for name, parameter in options.items():
         assert parameter.default is None and parameter.kind is parameter.KEYWORD_ONLY
-        theirs = [
-            inspect.signature(a.optimizer).parameters[name].annotation for a in ALGORITHMS.values() if name in a.options
-        ]
-        # 0/1 Adam's `preconditioned` takes more than 1-bit Adam's
-        assert set(parameter.annotation.split(" | ")) == {"None"}.union(*(t.split(" | ") for t in theirs)), name
+        owners = [a.optimizer for a in ALGORITHMS.values() if name in a.options]
+        kinds = [inspect.signature(owner).parameters[name].annotation for owner in owners]
+        assert parameter.annotation == reduce(operator.or_, kinds) | None, name
+        fields = [f for owner in owners for f in dataclasses.fields(owner.options_class) if f.name == name]
+        assert len(fields) == len(owners)
+    assert len(OWN) <= 15
+    for algorithm in ALGORITHMS.values():
+        assert len(inspect.signature(algorithm.optimizer).parameters) <= 15
 
 
 @pytest.mark.parametrize(
@@ -126,13 +123,12 @@ def test_the_strategy_has_a_typed_keyword_for_every_option_of_every_algorithm_an
         ({"freeze_step": -1}, ValueError, ["freeze_step=-1", "at least 1"]),
         ({"freeze_step": "many"}, TypeError, ["freeze_step='many'"]),
         ({"bias_correction": 1}, TypeError, ["bias_correction=1"]),
-        ({"block_size": 33}, ValueError, ["block_size=33", "multiple of 32"]),
         ({"max_grad_norm": 0.0}, ValueError, ["max_grad_norm=0.0"]),
         ({"denominator_floor": 2.0}, ValueError, ["denominator_floor=2.0"]),
-        ({"force_compression": "yes"}, TypeError, ["force_compression='yes'"]),
-        ({"bucket_mb": 0}, ValueError, ["bucket_mb=0"]),
-        ({"max_consecutive_skips": -1}, ValueError, ["max_consecutive_skips=-1"]),
-        ({"kernels": "fast"}, ValueError, ["kernels='fast'", "'reference'"]),
+        ({"recipe": "paper"}, ValueError, ["recipe='paper'", "'published'"]),
+        ({"refresh": 16, "recipe": "published"}, ValueError, ["refresh=16", "recipe='published'"]),
+        ({"exchange": {"block_size": 64}}, TypeError, ["exchange={'block_size': 64}", "ExchangeOptions"]),
+        ({"ranks_per_node": 0}, ValueError, ["ranks_per_node=0", "at least 1"]),
         ({"other_optimizers": "ignore"}, ValueError, ["other_optimizers='ignore'", "'dense'"]),
         ({"convert_optimizers": None}, TypeError, ["convert_optimizers=None"]),
         ({"broadcast_buffers": "no"}, TypeError, ["broadcast_buffers='no'"]),
@@ -149,49 +145,139 @@ def test_options_are_checked_when_the_strategy_is_made(
         assert word in str(caught.value)
 
 
+def test_a_process_group_of_the_exchange_is_refused() -> None:
+    group = SimulatedWorld(1).run(lambda group: group)[0]
+    with pytest.raises(
+        ValueError, match="process_group of the exchange: the strategy makes process groups of all ranks by"
+    ):
+        strategy_class()(exchange=ob.ExchangeOptions(process_group=group))
+
+
+# ----- further algorithms -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OtherOptions(AdamOptions):
+    """One option more than 1-bit Adam has."""
+
+    patience: int = 3
+
+
+@takes(OtherOptions)
 class Other(ob.OnebitAdam):
-    """An algorithm with fewer options."""
+    """An algorithm of a user's."""
 
     algorithm = "other"
 
-    def __init__(self, params: Any, lr: float = 1e-3, *, block_size: int = 2048) -> None:
-        super().__init__(params, lr, block_size=block_size)
+    def __init__(
+        self, params: Any, lr: float = 1e-3, *, exchange: ob.ExchangeOptions | None = None, **options: Any
+    ) -> None:
+        super().__init__(params, lr, exchange=exchange, **options)
+
+
+OTHER = Algorithm("other", "another one", Other, warm_up=False, aliases=("nickname",))
 
 
 @pytest.fixture
-def other_algorithm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Algorithm]:
-    algorithm = Algorithm("other", "another one", Other, warm_up=False, aliases=("nickname",))
-    monkeypatch.setitem(ALGORITHMS, "other", algorithm)
-    yield algorithm
+def other_algorithm() -> Iterator[Algorithm]:
+    """The algorithm, added after Lightning and Fabric were imported; all tables are as before when the test ends."""
+    tables = [importlib.import_module(f"{package}.strategies").StrategyRegistry for package in TREES.values()]
+    tables += [importlib.import_module(f"{package}.strategies").STRATEGY_REGISTRY for package in FABRICS]
+    before = [dict(table) for table in (ALGORITHMS, *tables)]
+    registry.register_algorithm(OTHER)
+    yield OTHER
+    for table, entries in zip((ALGORITHMS, *tables), before, strict=True):
+        table.clear()
+        table.update(entries)
+    for listener in registry._listeners:
+        listener()
 
 
-def test_one_table_entry_makes_an_algorithm_with_its_names_and_options(other_algorithm: Algorithm) -> None:
+@pytest.mark.parametrize("tree", TREES)
+def test_an_algorithm_that_is_added_late_has_its_names_in_every_tree(tree: str, other_algorithm: Algorithm) -> None:
     assert {"other", "other_spawn", "nickname", "nickname_fork"} <= set(available_strategies())
     assert find_algorithm("nickname") is other_algorithm
-    assert other_algorithm.options == {"block_size"}
-    strategy = strategy_class()("nickname", block_size=64)
+    pl = importlib.import_module(TREES[tree])
+    for name in ("other", "nickname_spawn"):
+        strategy = pl.Trainer(accelerator="cpu", devices=1, strategy=name, logger=False).strategy
+        assert type(strategy) is strategy_class(tree) and strategy.algorithm == "other"
+    for package in FABRICS:
+        made = importlib.import_module(package).Fabric(accelerator="cpu", devices=1, strategy="other").strategy
+        assert type(made) is fabric_class(package) and made._algorithm is OTHER
+
+
+@pytest.mark.parametrize("tree", TREES)
+def test_an_algorithm_that_is_added_late_shows_its_options(tree: str, other_algorithm: Algorithm) -> None:
+    assert other_algorithm.options == ALGORITHMS["onebit_adam"].options | {"patience"}
+    shown = inspect.signature(strategy_class(tree)).parameters["patience"]
+    assert shown.kind is shown.KEYWORD_ONLY and shown.default is None and shown.annotation == int | None
+    strategy = strategy_class(tree)("nickname", patience=5, exchange=ob.ExchangeOptions(block_size=64))
     assert strategy.algorithm == "other"
     made = strategy.optimizer([torch.nn.Parameter(torch.zeros(2))], lr=0.5)
-    assert type(made) is Other and made.options.block_size == 64
+    assert type(made) is Other and made.options.patience == 5 and made.exchange.block_size == 64
+    with pytest.raises(ValueError, match="patience=5 is no option of 'onebit_adam': 'other' has it"):
+        strategy_class(tree)(patience=5)
 
 
-def test_an_option_that_the_algorithm_does_not_have_names_those_that_have_it(other_algorithm: Algorithm) -> None:
-    with pytest.raises(
-        ValueError, match=r"freeze_step=5 is no option of 'other'.*'onebit_adam' and 'onebit_lamb' have it"
-    ):
-        strategy_class()("other", freeze_step=5)
+def test_an_algorithm_that_is_gone_has_left_nothing_behind() -> None:
+    """What the fixture restores is all there is."""
+    assert "other" not in available_strategies() and "patience" not in inspect.signature(strategy_class()).parameters
+    with pytest.raises(TypeError, match="patience=5"):
+        strategy_class()(patience=5)
+
+
+def added_late(rank: int, world: int) -> list[tuple[str, int, list[str]]]:
+    """Training by the name of an algorithm that is added after Lightning was imported, in both trees."""
+    found = []
+    for tree in TREES:
+        pl = enter(rank, tree)
+        registry.register_algorithm(OTHER)
+        module = make_module(pl, lambda m: m.trainer.strategy.optimizer(m.parameters(), lr=1e-2, freeze_step=2))
+        quiet_trainer(pl, "nickname").fit(module, loader())
+        (optimizer,) = module.trainer.strategy.onebit_optimizers
+        kept = same_on_all_ranks(dict(module.named_parameters()))
+        found.append((type(optimizer).__name__, optimizer.ledger.compressed_steps, kept))
+    return found
+
+
+def test_an_algorithm_that_is_added_late_trains() -> None:
+    for found in run_ranks(added_late, 2):
+        assert found == [("Other", 2, [])] * 2
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "error", "words"),
+    [
+        (Algorithm("birder", "mine", Other), ValueError, "algorithm name 'birder' belongs to BinSGDM; choose another"),
+        (Algorithm("mine", "mine", Other, aliases=("onebit_adam",)), ValueError, "'onebit_adam' belongs to 1-bit Adam"),
+        (Algorithm("mine", "mine", torch.optim.AdamW), TypeError, "must be a subclass of OnebitOptimizer"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_algorithm_that_cannot_be_added_is_refused(algorithm: Algorithm, error: type[Exception], words: str) -> None:
+    before = dict(ALGORITHMS)
+    with pytest.raises(error, match=words):
+        registry.register_algorithm(algorithm)
+    assert before == ALGORITHMS
+
+
+def test_an_option_that_the_algorithm_does_not_have_names_those_that_have_it() -> None:
+    words = r"freeze_step=5 is no option of 'binsgdm': 'onebit_adam' and 'onebit_lamb' and 'zero_one_adam' have it"
+    with pytest.raises(ValueError, match=words):
+        strategy_class()("binsgdm", freeze_step=5)
     with pytest.raises(ValueError, match="no algorithm has it"):
-        registry.check_options(other_algorithm, {"colour": "red"})
+        registry.check_options(find_algorithm("onebit_adam"), {"colour": "red"})
 
 
 def test_the_factory_merges_the_strategys_options_and_refuses_contradictions() -> None:
-    strategy = strategy_class()(freeze_step=5, block_size=64)
+    strategy = strategy_class()(freeze_step=5, exchange=ob.ExchangeOptions(block_size=64))
     weights = [torch.nn.Parameter(torch.zeros(2))]
-    made = strategy.optimizer(weights, lr=0.1, denominator_floor=0.5, block_size=64)
-    assert made.freeze_step == 5 and made.options.block_size == 64 and made.param_groups[0]["lr"] == 0.1
-    assert made.settings["denominator_floor"] == 0.5
+    made = strategy.optimizer(weights, lr=0.1, denominator_floor=0.5, exchange=ob.ExchangeOptions(block_size=64))
+    assert made.freeze_step == 5 and made.exchange.block_size == 64 and made.param_groups[0]["lr"] == 0.1
+    assert made.options.denominator_floor == 0.5
     with pytest.raises(ValueError, match=r"freeze_step=6.*freeze_step=5"):
         strategy.optimizer(weights, freeze_step=6)
+    with pytest.raises(ValueError, match=r"exchange=.*block_size=32.*exchange=.*block_size=64"):
+        strategy.optimizer(weights, exchange=ob.ExchangeOptions(block_size=32))
 
 
 @pytest.mark.parametrize("tree", TREES)
@@ -328,7 +414,8 @@ def shared_parameter(module: Any) -> Any:
 
 
 def two_of_one_layer(module: Any) -> list[Any]:
-    return [ob.OnebitAdam(module.net[0].parameters(), lr=lr, freeze_step=2, block_size=32) for lr in (1e-2, 1e-3)]
+    exchange = ob.ExchangeOptions(block_size=32)
+    return [ob.OnebitAdam(module.net[0].parameters(), lr=lr, freeze_step=2, exchange=exchange) for lr in (1e-2, 1e-3)]
 
 
 def foreign_parameter(module: Any) -> Any:
@@ -403,13 +490,13 @@ REFUSED: dict[str, dict[str, Any]] = {
     },
     "option without effect, direct": {
         "configure": onebit(None),
-        "options": {"block_size": 64},
-        "words": ["block_size=64", "cannot take effect", "self.trainer.strategy.optimizer"],
+        "options": {"exchange": ob.ExchangeOptions(block_size=64)},
+        "words": ["exchange=ExchangeOptions(block_size=64", "cannot take effect", "self.trainer.strategy.optimizer"],
     },
     "option without effect, dense": {
         "configure": sgd,
-        "options": {"block_size": 64, "other_optimizers": "dense"},
-        "words": ["block_size=64", "cannot take effect"],
+        "options": {"exchange": ob.ExchangeOptions(block_size=64), "other_optimizers": "dense"},
+        "words": ["exchange=ExchangeOptions(block_size=64", "cannot take effect"],
     },
     "algorithm": {
         "configure": lambda m: Other(m.parameters()),
@@ -603,15 +690,15 @@ def default_freeze(rank: int, world: int) -> dict[str, Any]:
             dense,
         )
 
-    fit("none", "onebit_adam", onebit(None, force_compression=True))
-    fit("twice", "onebit_adam", onebit(None, force_compression=True), fits=2)
+    fit("none", "onebit_adam", onebit(None, _alone=True))
+    fit("twice", "onebit_adam", onebit(None, _alone=True), fits=2)
     fit("optimizer", "onebit_adam", onebit(3))
     fit("strategy", strategy_class()(freeze_step=3), adamw())
-    fit("callback", "onebit_adam", onebit(None, force_compression=True), [VarianceFreeze(step=3)])
+    fit("callback", "onebit_adam", onebit(None, _alone=True), [VarianceFreeze(step=3)])
     fit(
         "model's callback",
         "onebit_adam",
-        onebit(None, force_compression=True),
+        onebit(None, _alone=True),
         configure_callbacks=lambda module: VarianceFreeze(step=3),
     )
     fit("dense", strategy_class()(other_optimizers="dense"), sgd)

@@ -12,20 +12,21 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import grouped, run_ranks
 from optim_support import CLASSES, CROSSING, run_world
 from torch import Tensor, nn
 
+from lightning_onebit.algorithms import LocalSteps, OnebitAdam, ZeroOneAdam
 from lightning_onebit.comm import PlanMismatch
-from lightning_onebit.optim import OnebitAdam, OnebitOptimizer, Phase, ZeroOneAdam
-from lightning_onebit.optim.masters import Comparison
+from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, Phase
+from lightning_onebit.engine.masters import Comparison
 
 STEPS = 12
 
 
 def build(algorithm: str, params: Any, group: Any = None, **options: Any) -> OnebitOptimizer:
     settings = {**CROSSING[algorithm], "lr": 0.01, "block_size": 32, **options}
-    return CLASSES[algorithm](params, process_group=group, **settings)  # type: ignore[arg-type]
+    return CLASSES[algorithm](params, **grouped(settings, process_group=group))
 
 
 def fill(params: list[nn.Parameter], step: int, rank: int = 0) -> None:
@@ -93,7 +94,7 @@ def test_weights_that_are_shown_while_the_state_is_saved_leave_training_as_it_wa
     ends = []
     for saves in (False, True):
         params = small(torch.bfloat16)
-        optimizer = build("onebit_adam", params, force_compression=True)
+        optimizer = build("onebit_adam", params, _alone=True)
         for t in range(STEPS):
             fill(params, t)
             optimizer.step()
@@ -146,7 +147,7 @@ IGNORED: dict[str, tuple[Any, str]] = {
 def test_a_key_of_a_group_that_would_be_ignored_raises_before_the_step(algorithm: str, key: str) -> None:
     value, words = IGNORED[key]
     params = small()
-    optimizer = build(algorithm, params, force_compression=True)
+    optimizer = build(algorithm, params, _alone=True)
     fill(params, 0)
     optimizer.step()
     before = [p.detach().clone() for p in params]
@@ -175,7 +176,9 @@ def test_a_state_that_would_be_maximised_is_refused_and_how_torch_steps_is_nothi
 
 def test_what_schedulers_and_programs_note_in_groups_passes() -> None:
     params = small()
-    optimizer = OnebitAdam([{"params": params, "name": "all", "lr_scale": 0.5}], force_compression=True, freeze_step=2)
+    optimizer = OnebitAdam(
+        [{"params": params, "name": "all", "lr_scale": 0.5}], freeze_step=2, exchange=ExchangeOptions(_alone=True)
+    )
     optimizer.param_groups[0].update(amsgrad=False, maximize=False, fused=True)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=STEPS)
     for t in range(STEPS - 1):
@@ -191,7 +194,7 @@ def test_what_schedulers_and_programs_note_in_groups_passes() -> None:
 @pytest.mark.parametrize("algorithm", CLASSES)
 def test_a_state_of_the_compressed_stage_without_a_parameter_that_has_made_steps_is_refused(algorithm: str) -> None:
     params = small()
-    optimizer = build(algorithm, params, force_compression=True)
+    optimizer = build(algorithm, params, _alone=True)
     for t in range(STEPS):
         fill(params, t)
         optimizer.step()
@@ -213,8 +216,10 @@ def test_a_state_of_the_compressed_stage_without_a_parameter_that_has_made_steps
 READ: dict[str, tuple[str, dict[str, Any]]] = {
     **{algorithm: (algorithm, {}) for algorithm in CLASSES},
     "refreshed": ("onebit_adam", {"refresh": 3}),
-    "published": ("onebit_adam", {"preconditioned": False}),
+    "published": ("onebit_adam", {"recipe": "published"}),
     "local, refreshed": ("zero_one_adam", {"refresh": 4}),
+    "local, published": ("zero_one_adam", {"recipe": "published"}),
+    "drawn, published": ("binsgdm", {"recipe": "published"}),
 }
 
 
@@ -223,7 +228,7 @@ def test_optimizer_state_reads_as_a_checkpoint_in_every_phase(name: str) -> None
     algorithm, options = READ[name]
     params = [*small(), nn.Parameter(torch.ones(7, dtype=torch.bfloat16)), nn.Parameter(torch.ones(3))]
     groups = [{"params": [*params[:1], *params[2:]]}, {"params": params[1:2], "compress": False}]
-    optimizer = build(algorithm, groups, force_compression=True, **options)
+    optimizer = build(algorithm, groups, _alone=True, **options)
     params = [p for group in groups for p in group["params"]]
     assert len(optimizer.state) == 0 and list(optimizer.state) == [] and optimizer.state[params[0]] == {}
     moments = {"momentum", "magnitude"} if algorithm == "binsgdm" else {"exp_avg", "exp_avg_sq"}
@@ -270,7 +275,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("how", WRITES)
 def test_a_write_into_optimizer_state_raises_before_anything_moves(how: str) -> None:
     params = small()
-    optimizer = build("onebit_adam", params, force_compression=True)
+    optimizer = build("onebit_adam", params, _alone=True)
     for t in range(6):
         fill(params, t)
         optimizer.step()
@@ -290,7 +295,7 @@ def test_a_write_into_optimizer_state_raises_before_anything_moves(how: str) -> 
 
 def test_a_copy_that_is_held_for_long_is_watched_for_as_long() -> None:
     params = small()
-    optimizer = build("onebit_adam", params, force_compression=True)
+    optimizer = build("onebit_adam", params, _alone=True)
     fill(params, 0)
     optimizer.step()
     held = optimizer.state[params[0]]["exp_avg"]
@@ -309,7 +314,7 @@ def test_moving_the_state_as_lightning_does_changes_nothing_and_keeps_no_copies(
     from lightning_utilities.core.apply_func import apply_to_collection
 
     params = small()
-    optimizer = build("onebit_adam", params, force_compression=True)
+    optimizer = build("onebit_adam", params, _alone=True)
     _optimizer_to_device(optimizer, torch.device("cpu"))
     fill(params, 0)
     optimizer.step()
@@ -328,7 +333,7 @@ def test_moving_the_state_as_lightning_does_changes_nothing_and_keeps_no_copies(
 
 def test_copies_of_an_optimizer_have_no_state_and_torch_describes_it_as_ever() -> None:
     params = small()
-    optimizer = build("onebit_adam", params, force_compression=True)
+    optimizer = build("onebit_adam", params, _alone=True)
     fill(params, 0)
     optimizer.step()
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
@@ -341,11 +346,11 @@ def test_copies_of_an_optimizer_have_no_state_and_torch_describes_it_as_ever() -
 
 
 def test_a_plain_optimizer_in_whose_place_another_trains_shows_its_state() -> None:
-    from lightning_onebit.optim.convert import convert_adam, stand_down, stand_in
+    from lightning_onebit.engine.convert import convert_adam, stand_down, stand_in
 
     params = small()
     plain = torch.optim.AdamW(params)
-    converted = convert_adam(plain, OnebitAdam, {"force_compression": True})
+    converted = convert_adam(plain, OnebitAdam, {"exchange": ExchangeOptions(_alone=True)})
     stand_in(plain, converted)
     fill(params, 0)
     converted.step()
@@ -361,7 +366,7 @@ def test_torchs_checkpoint_functions_take_no_hidden_step(caplog: pytest.LogCaptu
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     model, other = (nn.Linear(4, 3) for _ in range(2))
-    optimizer = build("onebit_adam", model.parameters(), force_compression=True)
+    optimizer = build("onebit_adam", model.parameters(), _alone=True)
     before = [p.detach().clone() for p in model.parameters()]
     assert get_optimizer_state_dict(model, optimizer)["state"] == {}
     assert optimizer.steps == 0 and all(map(torch.equal, model.parameters(), before))
@@ -373,11 +378,11 @@ def test_torchs_checkpoint_functions_take_no_hidden_step(caplog: pytest.LogCaptu
     assert optimizer.steps == 6 and torch.equal(
         state["state"]["weight"]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
     )
-    resumed = build("onebit_adam", other.parameters(), force_compression=True)
+    resumed = build("onebit_adam", other.parameters(), _alone=True)
     set_optimizer_state_dict(other, resumed, copy.deepcopy(state))
     assert resumed.steps == 6 and resumed.phase is Phase.COMPRESSED  # (by freeze_step)
     torch.testing.assert_close(resumed.state[other.weight]["exp_avg_sq"], optimizer.state[model.weight]["exp_avg_sq"])
-    by_hand = OnebitAdam(other.parameters(), force_compression=True)
+    by_hand = OnebitAdam(other.parameters(), exchange=ExchangeOptions(_alone=True))
     with caplog.at_level(logging.WARNING, logger="lightning_onebit"):
         set_optimizer_state_dict(other, by_hand, copy.deepcopy(state))
     assert by_hand.phase is Phase.WARMUP and "has lost its entry 'onebit'" in caplog.text
@@ -416,19 +421,19 @@ def test_reset_state_starts_over_as_a_new_optimizer_would(algorithm: str) -> Non
 
 def test_reset_state_keeps_the_last_bits_of_16_bit_weights() -> None:
     params = small(torch.bfloat16)
-    optimizer = build("onebit_adam", params, force_compression=True)
+    optimizer = build("onebit_adam", params, _alone=True)
     for t in range(6):
         fill(params, t)
         optimizer.step()
-    masters = [optimizer._masters[i].clone() for i in range(2)]
+    masters = [optimizer._engine.kept.masters[i].clone() for i in range(2)]
     assert not torch.equal(masters[0].bfloat16().float(), masters[0])
     optimizer.reset_state()
-    assert all(torch.equal(optimizer._masters[i], master) for i, master in enumerate(masters))
+    assert all(torch.equal(optimizer._engine.kept.masters[i], master) for i, master in enumerate(masters))
 
 
 def test_reset_state_of_some_parameters_is_what_adamw_without_their_state_does() -> None:
     ours, theirs = small(), small()
-    optimizer = OnebitAdam(ours, lr=0.01, force_compression=True)
+    optimizer = OnebitAdam(ours, lr=0.01, exchange=ExchangeOptions(_alone=True))
     adamw = torch.optim.AdamW(theirs, lr=0.01, weight_decay=0.0)
     for t in range(8):
         for params, stepped in ((ours, optimizer), (theirs, adamw)):
@@ -448,7 +453,7 @@ def test_reset_state_of_some_parameters_is_what_adamw_without_their_state_does()
 
 def averaged_before(group: Any, rank: int, world: int, kind: Any, averaged: bool, clip: bool) -> None:
     params = small()
-    optimizer = kind(params, lr=0.01, process_group=group, block_size=32)
+    optimizer = kind(params, lr=0.01, exchange=ExchangeOptions(process_group=group, block_size=32))
     for t in range(9):
         fill(params, t, 0 if averaged else rank)
         if clip:
@@ -518,13 +523,13 @@ def lrs(*values: float) -> list[dict[str, Any]]:
     return [{"lr": value} for value in values]
 
 
-LOCAL: dict[str, Any] = {"local_step_policy": "learning_rate", "local_step_scaler": 32768, "local_step_clipper": 8}
+LOCAL: dict[str, Any] = {"local_steps": LocalSteps(max_gap=8, double_every="lr_halving")}
 #: algorithm, first step with other options, the options by rank, those of the optimizer, the step that says so
 PARTED: dict[str, tuple[str, int, Any, dict[str, Any], int]] = {
     "1-bit Adam": ("onebit_adam", 7, lrs(0.01, 0.005), {}, 7),
     "1-bit LAMB, betas": ("onebit_lamb", 7, [{"betas": (0.9, 0.999)}, {"betas": (0.8, 0.999)}], {}, 7),
     "BinSGDM": ("binsgdm", 2, lrs(0.01, 0.0), {}, 2),
-    "without statistics": ("onebit_adam", 7, lrs(0.01, 0.005), {"max_consecutive_skips": 0}, 7),
+    "without statistics": ("onebit_adam", 7, lrs(0.01, 0.005), {"on_nonfinite": "raise"}, 7),
     "in the warm-up": ("onebit_adam", 2, lrs(0.01, 0.005), {}, 5),
     "in a long warm-up": ("onebit_adam", 2, lrs(0.01, 0.005), {"freeze_step": None}, 64),
     "sent in backward": ("onebit_adam", 7, lrs(0.01, 0.005), {"overlap": "backward"}, 64),

@@ -21,6 +21,7 @@ from lightning_onebit.engine.options import (
     Options,
     check_group,
     check_number,
+    made_exchange,
     made_options,
     refuse_contradictions,
     refuse_ignored,
@@ -56,7 +57,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self, params: Any, defaults: dict[str, Any], options: Mapping[str, Any], exchange: ExchangeOptions | None
     ) -> None:
         self.options: Any = made_options(self.options_class, type(self).__name__, options)
-        exchange = exchange or ExchangeOptions()
+        exchange = made_exchange(exchange)
         refuse_contradictions(exchange, self.options, self.rule_class.fixed_exchange, type(self).__name__)
         self._engine = Engine(self.rule_class(self.options, exchange), exchange, self.algorithm, type(self).__name__)
         self._engine.hyperparameters = tuple(defaults)

@@ -212,6 +212,22 @@ class ExchangeOptions:
         return CUDA_BUCKET_MB if waits and device_type == "cuda" else BUCKET_MB
 
 
+def made_exchange(given: ExchangeOptions | None) -> ExchangeOptions:
+    """What a constructor was given as ``exchange``; None: the defaults.
+
+    Raises:
+        TypeError: it is something else.
+    """
+    if given is None:
+        return ExchangeOptions()
+    if not isinstance(given, ExchangeOptions):
+        raise TypeError(
+            f"exchange={given!r} must be an ExchangeOptions or None, not {type(given).__name__}; give "
+            "exchange=ExchangeOptions(block_size=4096), say"
+        )
+    return given
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """What every algorithm can be told besides its hyperparameters. A subclass adds what is its own, and checks it.

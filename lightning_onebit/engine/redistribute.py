@@ -37,7 +37,11 @@ _DROPPED = frozenset({"local_update", "local_weights"})
 
 def remedy(key: str, saved: Any) -> str:
     """What to say to a run whose residuals were saved with another value of ``key``, an entry of their description ("": nothing helps)."""
-    return f"; continue with {key}={saved!r}" if key in ("block_size", "preconditioned") else ""
+    if key == "block_size":
+        return f"; continue with exchange=ExchangeOptions(block_size={saved!r})"
+    if key == "preconditioned":
+        return f"; continue with recipe={'default' if saved else 'published'!r}"
+    return ""
 
 
 # where a segment (blocks that were dealt together) begins, at the latest, among all blocks in a row
