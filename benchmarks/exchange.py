@@ -80,7 +80,7 @@ def worker(sizes: list[int], repeats: int, tensors: int, out: Path) -> None:
 
 def passes(optimizer: Any) -> Counter[str]:
     """Elements that the kernels of one more step pass over, by kernel."""
-    kernels, counted = optimizer._kernels, Counter[str]()
+    kernels, counted = optimizer._engine.kept.kernels, Counter[str]()
 
     class Watched:
         def __getattr__(self, name: str) -> Any:
@@ -99,9 +99,9 @@ def passes(optimizer: Any) -> Counter[str]:
 
             return watched
 
-    optimizer._kernels = Watched()
+    optimizer._engine.kept.kernels = Watched()
     optimizer.step()
-    optimizer._kernels = kernels
+    optimizer._engine.kept.kernels = kernels
     return counted
 
 

@@ -213,14 +213,14 @@ def alone(**options: Any) -> tuple[OnebitAdam, nn.Parameter]:
 
 def signal_within(optimizer: Any, monkeypatch: pytest.MonkeyPatch, *numbers: int) -> None:
     """Signals come when the next exchange's result is applied."""
-    apply = optimizer._apply
+    apply = optimizer._engine.rule.take
 
     def interrupted(*args: Any) -> None:
         for number in numbers:
             signal.raise_signal(number)
         apply(*args)
 
-    monkeypatch.setattr(optimizer, "_apply", interrupted)
+    monkeypatch.setattr(optimizer._engine.rule, "take", interrupted)
 
 
 def test_ctrl_c_waits_for_the_end_of_the_step_and_a_second_one_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def _bound(rank: int, world: int) -> Any:
         class Look(pl.Callback):
             def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
                 [optimizer] = trainer.strategy.onebit_optimizers
-                found.append(optimizer._timeout.total_seconds())
+                found.append(optimizer._engine.link.timeout.total_seconds())
 
         trainer.callbacks.append(Look())
         trainer.fit(make_module(pl, onebit(freeze_step=2, timeout=limit)), loader())

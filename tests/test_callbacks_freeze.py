@@ -587,9 +587,9 @@ def _ranks(body: Any) -> list[tuple[type | None, str, int, Phase]]:
 
         def broadcast(value: bool) -> bool:
             told = torch.zeros(2, dtype=torch.uint8)
-            assert optimizer._transport is not None
+            assert optimizer._engine.link.transport is not None
             mine = torch.tensor([value], dtype=torch.uint8)
-            optimizer._transport.all_gather(told, mine, group, what="decision", link=None).wait()  # type: ignore[arg-type]
+            optimizer._engine.link.transport.all_gather(told, mine, group, what="decision", link=None).wait()  # type: ignore[arg-type]
             return bool(told[0])
 
         trainer.strategy.broadcast = broadcast

@@ -15,6 +15,7 @@ from lightning_onebit.algorithms import LocalSteps, OnebitAdam, OnebitLamb, Zero
 from lightning_onebit.algorithms.updates import reciprocal_denominator_, second_moment_from_reciprocal
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
 from lightning_onebit.engine.compact import Inversion, compact, expanded
+from lightning_onebit.engine.state import packed
 
 MAKERS: dict[str, Any] = {
     "adam": lambda p: OnebitAdam(p, freeze_step=3, exchange=ExchangeOptions(_alone=True)),
@@ -73,7 +74,7 @@ def test_a_state_after_the_freeze_is_not_larger_than_adamws(kind: str) -> None:
 def test_what_is_left_out_comes_back_bit_for_bit_whatever_the_layout(kind: str) -> None:
     """Also from a file that has lost the strides, and in an optimizer of other blocks."""
     params, optimizer = trained(MAKERS[kind], [(5, 3, 4, 4), (70, 60), (1,), (7,)])
-    whole, saved = optimizer._packed_state(), optimizer.state_dict()
+    whole, saved = packed(optimizer), optimizer.state_dict()
     assert "reciprocal_denominator" in whole["state"][1] and "reciprocal_denominator" not in saved["state"][1]
     before = copy.deepcopy(saved)
     for state in saved["state"].values():
@@ -98,7 +99,7 @@ def test_what_is_left_out_comes_back_bit_for_bit_whatever_the_layout(kind: str) 
 
 def test_plain_adamw_loads_it_and_steps_by_the_frozen_denominators() -> None:
     params, optimizer = trained(MAKERS["adam"], [(40, 50)])
-    whole = optimizer._packed_state()["state"][0]
+    whole = packed(optimizer)["state"][0]
     plain = torch.optim.AdamW(params, lr=0.5, weight_decay=0.0)
     plain.load_state_dict({**optimizer.state_dict(), "param_groups": plain.state_dict()["param_groups"]})
     before, params[0].grad = params[0].detach().clone(), torch.zeros_like(params[0])

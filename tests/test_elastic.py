@@ -28,9 +28,9 @@ from test_resume import OPTIONS, training_step
 
 import lightning_onebit as ob
 from lightning_onebit.comm import SimulatedWorld, plan_buckets
-from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.engine.compact import expanded
 from lightning_onebit.engine.redistribute import Redistribution
+from lightning_onebit.engine.step import Step
 
 CPU = torch.device("cpu")
 
@@ -599,7 +599,7 @@ def test_a_tensor_first_used_after_the_freeze_stays_bounded_where_steps_are_dens
     algorithm: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a state of a release that compressed it: its momentum is noise, its second moments are 0, and it begins without either."""
-    monkeypatch.setattr(OnebitOptimizer, "_hear", lambda self, verdict: None)
+    monkeypatch.setattr(Step, "hear", lambda self, verdict: None)
     weights, state, _, moved = SimulatedWorld(2).run(cold_worker, algorithm)[0]
     if how != "thaw":
         noise = state["state"][1].get("exp_avg_exact")

@@ -15,7 +15,8 @@ PACKAGE = Path(__file__).parents[1] / "lightning_onebit"
 BELOW: dict[str, set[str]] = {
     "kernels": set(),
     "comm": {"kernels"},
-    "optim": {"comm", "kernels"},
+    "engine": {"comm", "kernels"},
+    "algorithms": {"engine", "comm", "kernels"},
 }
 # types of options, names in errors, text: they import nothing of this package, and every floor may import them
 GROUND = {"_choices", "_names", "_text"}
@@ -23,7 +24,8 @@ GROUND = {"_choices", "_names", "_text"}
 OUTSIDE = {
     "kernels": {"torch", "numpy", "cupy", "numba"},
     "comm": {"torch", "numpy"},
-    "optim": {"torch", "numpy"},
+    "engine": {"torch", "numpy"},
+    "algorithms": {"torch", "numpy"},
 }
 # modules that adapt the optimizers to Lightning: they see the floors below, and nothing that people look at above them
 STRATEGY = {"strategy", "fabric", "registry", "_trees", "lightning", "pytorch_lightning", "checkpoint", "ddp"}
@@ -41,7 +43,7 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             module = ".".join([*base, *([node.module] if node.module else [])])
-            # `from lightning_onebit import optim` imports a floor too
+            # `from lightning_onebit import engine` imports a floor too
             names |= {f"{module}.{alias.name}" for alias in node.names} if module == "lightning_onebit" else {module}
     return names
 
@@ -99,10 +101,10 @@ def test_tools_import_nothing_that_stands_beside_them() -> None:
 def test_the_rule_is_checked_against_files_that_break_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "comm" / "bad.py"
     bad.parent.mkdir()
-    bad.write_text("def f():\n    from lightning_onebit import optim\n    from ..optim.adam import OnebitAdam\n")
+    bad.write_text("def f():\n    from lightning_onebit import engine\n    from ..engine.layout import Layout\n")
     monkeypatch.setattr(sys.modules[__name__], "PACKAGE", tmp_path)
-    assert {floor_of(name) for name in imports(bad)} == {"optim"}
-    with pytest.raises(AssertionError, match="may not know 'optim'"):
+    assert {floor_of(name) for name in imports(bad)} == {"engine"}
+    with pytest.raises(AssertionError, match="may not know 'engine'"):
         test_a_floor_imports_only_floors_below_it("comm")
 
 
@@ -116,8 +118,9 @@ class Refuse:
 sys.meta_path.insert(0, Refuse())
 import torch
 from lightning_onebit.algorithms import OnebitAdam
+from lightning_onebit.engine import ExchangeOptions
 x = torch.nn.Parameter(torch.ones(5))
-optimizer = OnebitAdam([x], lr=0.1, freeze_step=1, force_compression=True)
+optimizer = OnebitAdam([x], lr=0.1, freeze_step=1, exchange=ExchangeOptions(_alone=True))
 for _ in range(2):
     x.grad = torch.ones(5)
     optimizer.step()

@@ -203,7 +203,7 @@ def test_buckets_are_larger_by_default_than_on_the_cpu(kernels: Any) -> None:
         optimizer = OnebitAdam(params, freeze_step=1, exchange=ExchangeOptions(**exchange))
         optimizer.step()
         assert optimizer.bucket_mb == exchange.get("bucket_mb", 16.0 if "overlap" in exchange else 64.0)
-        return len(optimizer._buckets())
+        return len(optimizer._engine.kept.layout.buckets)
 
     assert (buckets(), buckets(overlap="backward"), buckets(bucket_mb=20.0)) == (1, 3, 2)
 
@@ -358,11 +358,11 @@ def _text(device: str, rank: int, world: int, steps: int) -> dict[str, Any]:
             optimizer.step()
             losses.append(loss.item())
     assert optimizer.ledger.compressed_steps == steps - steps // 4
-    stager = optimizer._transport.stager if optimizer._transport is not None else None
+    stager = optimizer._engine.link.transport.stager if optimizer._engine.link.transport is not None else None
     return {
         "losses": losses,
         "weights": [p.detach().cpu() for p in model.parameters()],
-        "kernels": optimizer._kernels.name,
+        "kernels": optimizer._engine.kept.kernels.name,
         "exchanges": len(counted.of("all_to_all")),
         "stager": type(stager).__name__,
     }
@@ -454,5 +454,5 @@ def test_the_trainer_compresses_on_a_gpu(kernels: Any, backend: str, precision: 
     )  # fmt: skip
     trainer.fit(TextGPT(layers=1, width=64, heads=2), TextData(train_bytes=1 << 17, validation_windows=16))
     (optimizer,) = strategy.onebit_optimizers
-    assert optimizer._kernels.name == "cuda" and optimizer.ledger.compressed_steps >= 6
+    assert optimizer._engine.kept.kernels.name == "cuda" and optimizer.ledger.compressed_steps >= 6
     assert torch.isfinite(torch.tensor(float(trainer.callback_metrics["train_loss"])))

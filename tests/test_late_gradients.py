@@ -99,7 +99,7 @@ class Run:
 
     @property
     def lessons(self) -> dict[int, tuple[int, int]]:
-        return self.optimizer._late
+        return self.optimizer._engine.kept.late
 
     def resumed(self) -> Run:
         """The same run by another optimizer, from what a checkpoint holds."""
@@ -174,7 +174,7 @@ def test_it_is_stepped_on_averaged_gradients_until_it_has_learned_then_compresse
         run.optimizer.synchronise()
         assert (run.late - before).abs().min() > 0 and (run.late - before).abs().max() < 0.5
         state = whole_state(run.optimizer)["state"][LATE]
-        m = state["exp_avg"] * (state["reciprocal_denominator"] if run.optimizer._preconditioned else 1)
+        m = state["exp_avg"] * (state["reciprocal_denominator"] if run.optimizer._engine.rule.preconditioned else 1)
         scales = [block.abs() for block in m.split(32)]
         assert all(block.max() < block.min() * 1.0001 for block in scales), "it is exchanged in bits"
         return [p.detach() for p in run.params]
@@ -454,8 +454,8 @@ def test_a_compressed_tensor_whose_state_is_reset_starts_over_by_dense_steps(rul
         other.optimizer.synchronise()
         start, kept = run.late.detach().clone(), []
         assert "exp_avg" not in run.optimizer.state[run.late] and len(run.lessons) == 1
-        held = run.optimizer._momentum_flat()
-        assert held.any() and not run.optimizer._part(held, run.optimizer._slot_of[LATE]).any()
+        held = run.optimizer._engine.kept.momentum_flat()
+        assert held.any() and not run.optimizer._engine.kept.layout.part(held, LATE).any()
         goes_on = run.resumed()
         for _ in range(12):
             for one in (run, other, goes_on):

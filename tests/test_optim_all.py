@@ -885,7 +885,7 @@ def test_overlap_hears_of_a_layer_that_was_frozen_when_the_first_bucket_left() -
             draw = torch.Generator().manual_seed(10 * t + group.rank)
             sum((p * torch.randn(p.shape, generator=draw)).sum() for p in params).backward()
             if t >= 3:
-                sent.append(optimizer._launched == len(optimizer._early_buckets) > 0)
+                sent.append(optimizer._engine.early._launched == len(optimizer._engine.early._buckets) > 0)
             optimizer.step()
         return sent
 
@@ -1205,9 +1205,9 @@ def no_skip_worker(group: Any, rank: int, world: int, algorithm: str, on_nonfini
     groups: Any = [{"params": params[:2]}, {"params": params[2:], "compress": False}]
     options: Any = {**CROSSING[algorithm], "block_size": 32, "on_nonfinite": on_nonfinite, "_alone": True}
     optimizer: Any = CLASSES[algorithm](groups, **grouped(options, process_group=group))  # type: ignore[arg-type]
-    optimizer._prepare()
-    kernels, looked = optimizer._kernels, []
-    optimizer._kernels = types.SimpleNamespace(
+    optimizer.prepare()
+    kernels, looked = optimizer._engine.kept.kernels, []
+    optimizer._engine.kept.kernels = types.SimpleNamespace(
         **{name: getattr(kernels, name) for name in dir(kernels) if not name.startswith("_")}
         | {"grad_stats": lambda tensors: looked.append(sum(t.numel() for t in tensors)) or kernels.grad_stats(tensors)}
     )

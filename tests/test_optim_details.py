@@ -57,7 +57,7 @@ def test_a_timeout_given_with_the_ranks_bounds_the_exchange() -> None:
         optimizer.configure_communication(group, timeout=timedelta(seconds=7))
         p.grad = torch.ones(40)
         optimizer.step()
-        return optimizer._transport.timeout
+        return optimizer._engine.link.transport.timeout
 
     assert run_world(bound, 2) == [timedelta(seconds=7)] * 2
 
@@ -115,7 +115,7 @@ def test_after_a_load_failures_name_the_step_that_is_made() -> None:
             optimizer.step()
             states.append(optimizer.state_dict())
         optimizer.load_state_dict(states[0])
-        return optimizer._transport.step
+        return optimizer._engine.link.transport.step
 
     assert run_world(named, 2) == [2, 2]
 
@@ -496,7 +496,7 @@ def test_residuals_owe_their_scales_from_step_to_step_and_nobody_sees_it() -> No
 
 
 def _owing_blocks(optimizer: Any) -> int:
-    residuals = (optimizer._worker_residual, optimizer._server_residual)
+    residuals = (optimizer._engine.kept.worker, optimizer._engine.kept.server)
     return sum(int((residual.owed != 0).sum()) for residual in residuals if residual.owed is not None)
 
 

@@ -337,8 +337,14 @@ def worlds_worker(group: Any, rank: int, world: int, saved: Any, first: int, las
         p.grad = worlds_gradient(t, rank).float()
         dense = optimizer.next_step_is_dense
         optimizer.step()
-        v, state = optimizer._flat.get("v"), whole_state(optimizer)
-        seen.append((dense, optimizer._variance_steps.get(0, optimizer._t[0]), None if v is None else v[:40].clone()))
+        v, state = optimizer._engine.kept.flat.get("v"), whole_state(optimizer)
+        seen.append(
+            (
+                dense,
+                optimizer._engine.rule.updates.get(0, optimizer._engine.kept.t[0]),
+                None if v is None else v[:40].clone(),
+            )
+        )
     return p.detach().clone(), state, optimizer.residual_state_dict(), seen
 
 

@@ -214,18 +214,22 @@ class Run:
 
     def state_of(self) -> list[dict[str, torch.Tensor]]:
         """Per tensor: its weights and whatever belongs to it in the optimizer."""
-        optimizer, plan = self.optimizer, self.optimizer._plan
+        optimizer, plan = self.optimizer, self.optimizer._engine.kept.layout.plan
         state = optimizer.state_dict()["state"]
         found = []
         for p in self.params:
-            index = next(i for i, known in enumerate(optimizer._params) if known is p)
+            index = next(i for i, known in enumerate(optimizer._engine.kept.layout.params) if known is p)
             mine = {name: value.clone() for name, value in state.get(index, {}).items()}
             for name in [name for name in mine if name.endswith("_exact")]:
                 mine[name.removesuffix("_exact")] = mine.pop(name)  # not the form for plain AdamW
             mine["weights"] = p.detach().clone()
-            residual = optimizer._worker_residual
-            if residual is not None and residual.values.numel() == plan.elements and index in optimizer._slot_of:
-                mine["residual"] = optimizer._part(residual.settled(), optimizer._slot_of[index]).clone()
+            residual = optimizer._engine.kept.worker
+            if (
+                residual is not None
+                and residual.values.numel() == plan.elements
+                and index in optimizer._engine.kept.layout.slot_of
+            ):
+                mine["residual"] = optimizer._engine.kept.layout.part(residual.settled(), index).clone()
             found.append(mine)
         return found
 

@@ -425,10 +425,10 @@ def test_reset_state_keeps_the_last_bits_of_16_bit_weights() -> None:
     for t in range(6):
         fill(params, t)
         optimizer.step()
-    masters = [optimizer._masters[i].clone() for i in range(2)]
+    masters = [optimizer._engine.kept.masters[i].clone() for i in range(2)]
     assert not torch.equal(masters[0].bfloat16().float(), masters[0])
     optimizer.reset_state()
-    assert all(torch.equal(optimizer._masters[i], master) for i, master in enumerate(masters))
+    assert all(torch.equal(optimizer._engine.kept.masters[i], master) for i, master in enumerate(masters))
 
 
 def test_reset_state_of_some_parameters_is_what_adamw_without_their_state_does() -> None:

@@ -69,7 +69,6 @@ class Binary(Rule):
     """The rule of ``BinSGDM``; ``m`` and ``a`` are each rank's own."""
 
     arenas: ClassVar[dict[str, str]] = {"m": "momentum", "a": "magnitude"}
-    first_arenas: ClassVar[tuple[str, ...]] = ("m", "a")
     per_rank: ClassVar[bool] = True
     reads_plain_adam: ClassVar[bool] = False
     scales_tell: ClassVar[bool] = False  # there are none

@@ -110,7 +110,7 @@ def _lr(p: Facts) -> float:
 class Lamb(FrozenMoments):
     """The rule of ``OnebitLamb``. Numbers of each tensor: c_avg, r (the last f) and c of the last step."""
 
-    arenas: ClassVar[dict[str, str]] = {**FrozenMoments.arenas, "fresh": "exp_avg_sq_fresh"}
+    later_arenas: ClassVar[dict[str, str]] = {"fresh": "exp_avg_sq_fresh"}
     numbers: ClassVar[dict[str, float]] = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
     needs_old_momentum: ClassVar[bool] = True
 

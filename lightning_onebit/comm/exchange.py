@@ -72,7 +72,7 @@ class Exchange:
         """Opens an exchange whose buckets are launched one by one, as their gradients arrive; ``slack`` replaces the exchange's."""
         return ExchangeSession(self, codec, self.slack if slack is None else slack)
 
-    def _journey(self, bucket: Bucket, codec: Codec) -> Generator[Pending, None, None]:
+    def _stages(self, bucket: Bucket, codec: Codec) -> Generator[Pending, None, None]:
         transport, topology = self.transport, self.transport.topology
         ledger, where = transport.ledger, f"bucket {bucket.index}"
         shard = None
@@ -148,7 +148,7 @@ class ExchangeSession:
             CollectiveFailure: an older bucket's collective failed or timed out.
         """
         older = self._under_way
-        newest = _Flight(self._exchange._journey(bucket, self._codec))
+        newest = _Flight(self._exchange._stages(bucket, self._codec))
         newest.advance()
         self._under_way = [*older, newest]
         self._advance(older)
@@ -170,10 +170,10 @@ class ExchangeSession:
 
 
 class _Flight:
-    """A bucket's journey and the collective it waits for."""
+    """The stages of a bucket and the collective it waits for."""
 
-    def __init__(self, journey: Generator[Pending, None, None]) -> None:
-        self._journey = journey
+    def __init__(self, stages: Generator[Pending, None, None]) -> None:
+        self._stages = stages
         self._pending: Pending | None = None
         self.stage = 0  # collectives issued
 
@@ -181,5 +181,5 @@ class _Flight:
         """Waits for the collective under way, then runs up to the next one."""
         if self._pending is not None:
             self._pending.wait()
-        self._pending = next(self._journey, None)
+        self._pending = next(self._stages, None)
         self.stage += 1

@@ -61,10 +61,10 @@ class Rule:
         kept: the tensors that the engine keeps for it.
     """
 
-    #: state per element: name of the arena -> name in a checkpoint
+    #: state per element, from the start: name of the arena -> name in a checkpoint
     arenas: ClassVar[dict[str, str]] = {"m": "exp_avg", "v": "exp_avg_sq"}
-    #: arenas that are there from the start; the others come and go
-    first_arenas: ClassVar[tuple[str, ...]] = ("m", "v")
+    #: that which comes later
+    later_arenas: ClassVar[dict[str, str]] = {}
     #: numbers of each parameter: name (in checkpoints too) -> first value
     numbers: ClassVar[dict[str, float]] = {}
     #: whether arenas differ by rank
@@ -86,7 +86,7 @@ class Rule:
         self.options: Any = options
         self.kept = Arenas(
             exchange,
-            self.first_arenas,
+            tuple(self.arenas),
             self.numbers,
             per_rank=self.per_rank,
             unit=self.unit,
@@ -255,7 +255,7 @@ class Rule:
         """(name in a checkpoint, flat over all blocks) of replicated state, one at a time so that only one temporary exists."""
         kept = self.kept
         yield self.arenas["m"], kept.momentum_flat()
-        for name, key in self.arenas.items():
+        for name, key in {**self.arenas, **self.later_arenas}.items():
             if name != "m" and name in kept.flat:
                 yield key, kept.flat[name]
 

@@ -133,7 +133,7 @@ def shown(optimizer: OnebitOptimizer, index: int) -> dict[str, Tensor]:
         own = arenas.own[index]
         return moments | {key: own[name].clone() for name, key in rule.arenas.items() if name in own}
     p = arenas.layout.params[index]
-    for name, key in rule.arenas.items():
+    for name, key in {**rule.arenas, **rule.later_arenas}.items():
         if name in arenas.flat and not arenas.sharded:
             part = arenas.part(name, index).clone()
         elif name == "m" and arenas.momentum:
