@@ -464,7 +464,7 @@ def save_residuals(folder: str | os.PathLike[str], *optimizers: torch.optim.Opti
         ShardError: on all ranks, if any cannot write.
     """
     compressed = [_compressed(optimizer) for optimizer in optimizers]
-    transport, device = _everyone(compressed), compressed[0]._device
+    transport, device = _everyone(compressed), compressed[0].device
     path = f"{os.fspath(folder).rstrip('/')}/{RESIDUALS_NAME}"
     states = [optimizer.residual_state_dict() for optimizer in compressed]
     path, chosen = _from_first(transport, (path, uuid.uuid4().hex))
@@ -496,7 +496,7 @@ def load_residuals(folder: str | os.PathLike[str], *optimizers: torch.optim.Opti
         Whether nothing was lost.
     """
     compressed = [_compressed(optimizer) for optimizer in optimizers]
-    transport, device = _everyone(compressed), compressed[0]._device
+    transport, device = _everyone(compressed), compressed[0].device
     path = f"{os.fspath(folder).rstrip('/')}/{RESIDUALS_NAME}"
     text = _from_first(transport, _read(path) if transport.topology.rank == 0 else None)
     problem = None

@@ -105,6 +105,11 @@ class OnebitOptimizer(torch.optim.Optimizer):
         return self.exchange.bucket_size(self._engine.kept.device.type)
 
     @property
+    def device(self) -> torch.device:
+        """The parameters' device."""
+        return self._engine.kept.device
+
+    @property
     def phase(self) -> Phase:
         """Current phase."""
         return self._engine.kept.phase

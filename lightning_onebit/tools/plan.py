@@ -14,7 +14,6 @@ from typing import Any
 
 from lightning_onebit._text import fill, format_bits, format_figure, format_millions, format_seconds, format_table
 from lightning_onebit.comm import Collective, control_payload_bytes, exchange_collectives, ring_bytes
-from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.engine.options import check_choice, check_number
 from lightning_onebit.engine.rule import Rounds
 from lightning_onebit.registry import ALGORITHMS, Algorithm, find_algorithm
@@ -351,14 +350,12 @@ def _rounds(job: Job, name: str) -> Rounds:
     # second moments learn in a dense step at least, however small the share
     freeze = max(1, round(job.warmup * job.steps)) if algorithm.warm_up else 0
     schedule = {option: value for option, value in job.schedule.items() if option in algorithm.options}
-    return _counted(algorithm.optimizer, job.steps, freeze, tuple(schedule.items()))
+    return _counted(algorithm, job.steps, freeze, tuple(schedule.items()))
 
 
 @lru_cache(maxsize=64)
-def _counted(
-    optimizer: type[OnebitOptimizer], steps: int, freeze_step: int, schedule: tuple[tuple[str, Any], ...]
-) -> Rounds:
-    return optimizer.count_rounds(steps, freeze_step, **dict(schedule))
+def _counted(algorithm: Algorithm, steps: int, freeze_step: int, schedule: tuple[tuple[str, Any], ...]) -> Rounds:
+    return algorithm.optimizer.count_rounds(steps, freeze_step, **dict(schedule))
 
 
 def fit_compute(measured: Sequence[tuple[Cluster, Job, str, float]]) -> float:
