@@ -182,9 +182,6 @@ class Rule:
     def first_gradients(self, step: Step, indices: list[int]) -> None:
         """Called before the step in which parameters have their first gradient."""
 
-    def starts_late(self, indices: Sequence[int]) -> None:
-        """Called when parameters begin to learn by dense steps of their own."""
-
     def may_take_in(self) -> bool:
         """Whether arenas can take in a parameter now."""
         return True
@@ -194,9 +191,6 @@ class Rule:
 
     def stepped_late(self, indices: Sequence[int]) -> None:
         """Called after late parameters have made their steps."""
-
-    def restarts(self, index: int) -> None:
-        """Called when a parameter that was exchanged starts over as a late one."""
 
     def restarted(self) -> None:
         """Called when parameters whose count of steps is 0 have started over."""
