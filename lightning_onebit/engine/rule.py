@@ -128,9 +128,9 @@ class Rule:
     def made(self) -> None:
         """Called after every real step."""
 
-    def kind(self, index: int) -> Hashable:
-        """What else than group and step count the numbers of a parameter depend on."""
-        return None
+    def kinds(self) -> Sequence[Hashable]:
+        """What else than group and step count the numbers of exchanged parameters depend on; empty: nothing."""
+        return ()
 
     # ----- phases ------------------------------------------------------------------------------------------------------
 
