@@ -996,7 +996,7 @@ def test_denominators_in_16_bits_are_those_of_32_rounded_once(
         return known
 
     short = weights()
-    monkeypatch.setattr(moments.AdamMoments, "_reciprocal_dtype", torch.float32)
+    monkeypatch.setattr(moments.FrozenMoments, "r_dtype", torch.float32)
     exact = weights()
     monkeypatch.setattr(moments, "reciprocal_denominator_", rounding)
     assert equal(weights(), short)

@@ -119,9 +119,9 @@ class Lamb(FrozenMoments):
         self._runs: tuple[Plan, Tensor, Tensor] | None = None
         super().__init__(options, exchange)
 
-    def kind(self, index: int) -> Hashable:
-        """See the base: the updates that second moments had before they froze."""
-        return self.updates.get(index)
+    def kinds(self) -> Sequence[Hashable]:
+        """The updates that second moments had before they froze."""
+        return [self.updates.get(i) for i in self.kept.layout.slots]
 
     # ----- warm-up -----------------------------------------------------------------------------------------------------
 

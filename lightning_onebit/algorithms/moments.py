@@ -235,11 +235,9 @@ class FrozenMoments(Rule):
 
     def first_gradients(self, step: Step, indices: list[int]) -> None:
         """See the base: from here on they are late."""
-        step.late.begin(indices, "has its first gradient after second moments have frozen")
-
-    def starts_late(self, indices: Sequence[int]) -> None:
         for i in indices:
             self.updates.pop(i, None)
+        step.late.begin(indices, "has its first gradient after second moments have frozen")
 
     def wake(self, step: Step, members: list[int]) -> list[int]:
         """Makes late, and returns, those most of which was cold and has a gradient now; momenta lie flat, gradients are averaged.
@@ -251,6 +249,7 @@ class FrozenMoments(Rule):
         woken = [i for i in members if _mostly_cold(kept.part("r", i)) and _most(kept.grad(i) != 0)]
         for i in woken:
             kept.t[i] = 0
+            self.updates.pop(i, None)
             for name in ("m", "r"):
                 kept.part(name, i).zero_()
         if woken:
@@ -269,9 +268,6 @@ class FrozenMoments(Rule):
     @property
     def takes_late(self) -> bool:
         return self.kept.compresses and "r" in self.kept.flat
-
-    def restarts(self, index: int) -> None:
-        self.kept.part("r", index).zero_()
 
     def restarted(self) -> None:
         self.updates = {i: k for i, k in self.updates.items() if self.kept.t[i]}

@@ -217,13 +217,16 @@ def dense_lamb_(
             torch._foreach_div_(u, [1 - b1 ** t[i] for i in part])
         torch._foreach_add_(u, weights, alpha=weight_decay)
         # fp64 norms, so that rounding hardly ever depends on the order of summation
-        x_norm, u_norm = norms(weights), norms(u)
-        live = (x_norm > 0) & (u_norm > 0)
-        c = torch.where(live, (x_norm / torch.where(live, u_norm, 1.0)).clamp(*clip), 1.0)
+        c = _trust_ratio(norms(weights), norms(u), clip)
         torch._foreach_mul_(u, list((-lr * c).float().unbind()))
         torch._foreach_add_(weights, u)
         coeffs.append(c)
     return torch.cat(coeffs) if coeffs else torch.zeros(0, dtype=torch.float64)
+
+
+def _trust_ratio(x: Tensor, u: Tensor, clip: tuple[float, float]) -> Tensor:
+    live = (x > 0) & (u > 0)
+    return torch.where(live, (x / torch.where(live, u, 1.0)).clamp(*clip), 1.0)
 
 
 def _portions(numels: Sequence[int]) -> list[list[int]]:

@@ -198,7 +198,7 @@ class Arenas:
         }
         for i in (*layout.slots, *layout.dense):
             for name, value in kept.get(i, {}).items():
-                if name in self.names:
+                if name in self.names and (i in self.own or not self.sharded):
                     self.moment(name, i).copy_(value)
 
     def reset_numbers(self) -> None:

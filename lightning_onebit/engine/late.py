@@ -46,7 +46,6 @@ class Late:
         for i in indices:
             kept.late[i] = kept.t[i], kept.t[i] + self.lessons(i)
             kept.give_own(i)
-        self._rule.starts_late(indices)
         if kept.layout.ranks.rank == 0:
             names = ", ".join(map(kept.name_of, indices[:_NAMED]))
             more = f" (and {len(indices) - _NAMED} others)" if len(indices) > _NAMED else ""
@@ -95,7 +94,7 @@ class Late:
         kept = self._kept
         for i in indices:
             kept.t[i] = 0
-            self._rule.restarts(i)
+            kept.part("r", i).zero_()
             kept.clear_momentum(i)
         self.begin(indices, "starts over by reset_state()")
 

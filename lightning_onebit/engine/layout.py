@@ -141,7 +141,8 @@ class Layout:
 
     @cached_property
     def _forms(self) -> list[tuple[int, Form]]:
-        return [(i, _form(self.params[i])) for i in self.known]
+        known = ((i, self.params[i]) for i in self.known)
+        return [(i, (p.dtype, p.shape, p.stride())) for i, p in known]
 
     def refuse_changes(self, groups: Sequence[Mapping[str, Any]], name: str, name_of: Callable[[int], str]) -> None:
         """Raises where the program has edited groups or parameters by hand: what it put there would silently not be trained.
@@ -163,7 +164,7 @@ class Layout:
                 )
         for i, form in self._forms:
             p = self.params[i]
-            if (now := _form(p)) != form and _places(now) != _places(form):
+            if (now := (p.dtype, p.shape, p.stride())) != form and _places(now) != _places(form):
                 dtype, shape, strides = form
                 raise RuntimeError(
                     f"{name_of(i)} was {dtype} of shape {tuple(shape)} with strides {strides}, for which its state is laid out, and "
@@ -218,10 +219,6 @@ class Layout:
 
 def _without_groups(ranks: Topology) -> Topology:
     return replace(ranks, group=None, intra_group=None, inter_group=None)
-
-
-def _form(p: Tensor) -> Form:
-    return p.dtype, p.shape, p.stride()
 
 
 def _places(form: Form) -> tuple[Any, ...]:

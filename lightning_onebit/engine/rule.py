@@ -144,9 +144,9 @@ class Rule:
     def made(self) -> None:
         """Called after every real step."""
 
-    def kind(self, index: int) -> Hashable:
-        """What else than group and step count the numbers of a parameter depend on."""
-        return None
+    def kinds(self) -> Sequence[Hashable]:
+        """What else than group and step count the numbers of exchanged parameters depend on; empty: nothing."""
+        return ()
 
     # ----- phases ------------------------------------------------------------------------------------------------------
 
@@ -198,9 +198,6 @@ class Rule:
     def first_gradients(self, step: Step, indices: list[int]) -> None:
         """Called before the step in which parameters have their first gradient."""
 
-    def starts_late(self, indices: Sequence[int]) -> None:
-        """Called when parameters begin to learn by dense steps of their own."""
-
     def may_take_in(self) -> bool:
         """Whether arenas can take in a parameter now."""
         return True
@@ -210,9 +207,6 @@ class Rule:
 
     def stepped_late(self, indices: Sequence[int]) -> None:
         """Called after late parameters have made their steps."""
-
-    def restarts(self, index: int) -> None:
-        """Called when a parameter that was exchanged starts over as a late one."""
 
     def restarted(self) -> None:
         """Called when parameters whose count of steps is 0 have started over."""

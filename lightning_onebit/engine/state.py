@@ -77,11 +77,11 @@ def packed_groups(optimizer: OnebitOptimizer) -> list[dict[str, Any]]:
 @torch.no_grad()
 def packed(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """``state_dict()``, of which no hook is told, with what follows from the rest of it."""
-    arenas, rule = optimizer._engine.kept, optimizer._engine.rule
+    kept, rule = optimizer._engine.kept, optimizer._engine.rule
     state: dict[str, Any] = {"state": {}, "param_groups": packed_groups(optimizer), "onebit": books(optimizer)}
-    if not arenas.laid_out:
+    if not kept.laid_out:
         return state
-    layout = arenas.layout
+    layout = kept.layout
     of: dict[int, dict[str, Tensor]] = {i: {} for i in layout.known}
     for key, values in rule.saved():
         for i in layout.slots:
@@ -89,55 +89,55 @@ def packed(optimizer: OnebitOptimizer) -> dict[str, Any]:
             of[i][key] = torch.empty_like(view).copy_(view)
         del values
     # what arenas have of late ones is nothing yet
-    of |= {i: {} for i in arenas.late}
-    for i in (*layout.dense, *arenas.late):
-        of[i] |= {key: arenas.own[i][name].clone() for name, key in rule.arenas.items() if name in arenas.own[i]}
+    of |= {i: {} for i in kept.late}
+    for i in (*layout.dense, *kept.late):
+        of[i] |= {key: kept.own[i][name].clone() for name, key in rule.arenas.items() if name in kept.own[i]}
     for i in layout.known:
-        of[i]["step"] = torch.tensor(float(arenas.t[i]), dtype=torch.float32)
-        if i in arenas.masters:
+        of[i]["step"] = torch.tensor(float(kept.t[i]), dtype=torch.float32)
+        if i in kept.masters:
             of[i]["master"] = rule.shared_master(i)
-    state["state"] = {i: of[i] for i in sorted(of) if arenas.t[i] > 0}
+    state["state"] = {i: of[i] for i in sorted(of) if kept.t[i] > 0}
     return state
 
 
 def books(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """What a state holds besides tensors."""
-    arenas = optimizer._engine.kept
-    known = arenas.layout.known if arenas.laid_out else []
-    slots = iter(arenas.layout.slots if arenas.laid_out else [])
-    segments = [[next(slots) for _ in range(count)] for count in arenas.layout.segments] if arenas.laid_out else []
+    kept = optimizer._engine.kept
+    known = kept.layout.known if kept.laid_out else []
+    slots = iter(kept.layout.slots if kept.laid_out else [])
+    segments = [[next(slots) for _ in range(count)] for count in kept.layout.segments] if kept.laid_out else []
     return {
         "version": STATE_VERSION,
         "algorithm": optimizer.algorithm,
-        "phase": arenas.phase.value,
-        "steps": arenas.steps,
+        "phase": kept.phase.value,
+        "steps": kept.steps,
         "skipped": optimizer._engine.skipped,
         "skips_in_a_row": optimizer._engine.skips_in_a_row,
         "ledger": optimizer.ledger.as_dict(),
         # the state of one that has never had a gradient is not saved, but blocks are dealt to it
         "known": list(known),
-        "stepped": [i for i in known if arenas.t[i] > 0],
+        "stepped": [i for i in known if kept.t[i] > 0],
         # in the order of their blocks, where some have joined after the freeze
         **({"segments": segments} if len(segments) > 1 else {}),
-        **({"late": dict(arenas.late)} if arenas.late else {}),
-        **{name: values.tolist() for name, values in arenas.numbers.items()},
+        **({"late": dict(kept.late)} if kept.late else {}),
+        **{name: values.tolist() for name, values in kept.numbers.items()},
         **optimizer._engine.rule.books(),
     }
 
 
 def shown(optimizer: OnebitOptimizer, index: int) -> dict[str, Tensor]:
     """Copies of what ``optimizer.state`` shows of a parameter that has made steps."""
-    arenas, rule = optimizer._engine.kept, optimizer._engine.rule
-    moments = {"step": torch.tensor(float(arenas.t[index]), dtype=torch.float32)}
-    if index in arenas.own:
-        own = arenas.own[index]
+    kept, rule = optimizer._engine.kept, optimizer._engine.rule
+    moments = {"step": torch.tensor(float(kept.t[index]), dtype=torch.float32)}
+    if index in kept.own:
+        own = kept.own[index]
         return moments | {key: own[name].clone() for name, key in rule.arenas.items() if name in own}
-    p = arenas.layout.params[index]
+    p = kept.layout.params[index]
     for name, key in {**rule.arenas, **rule.later_arenas}.items():
-        if name in arenas.flat and not arenas.sharded:
-            part = arenas.part(name, index).clone()
-        elif name == "m" and arenas.momentum:
-            part = arenas.momentum_part(index, lambda bucket: _whole_momentum(optimizer, bucket))
+        if name in kept.flat and not kept.sharded:
+            part = kept.part(name, index).clone()
+        elif name == "m" and kept.momentum:
+            part = kept.momentum_part(index, lambda bucket: _whole_momentum(optimizer, bucket))
         else:
             continue
         moments[key] = part.as_strided(p.shape, p.stride())
@@ -147,11 +147,11 @@ def shown(optimizer: OnebitOptimizer, index: int) -> dict[str, Tensor]:
 
 def _whole_momentum(optimizer: OnebitOptimizer, bucket: Bucket) -> Tensor:
     """The momentum that a bucket holds, an fp32 flat; the last one asked for is kept until the next step."""
-    arenas = optimizer._engine.kept
+    kept = optimizer._engine.kept
 
     def make() -> Tensor:
-        flat = arenas.unpacked(bucket)
-        arenas.as_momentum(flat, bucket.first_block * bucket.block_size)
+        flat = kept.unpacked(bucket)
+        kept.as_momentum(flat, bucket.first_block * bucket.block_size)
         return flat
 
     return optimizer._shown_state.scratch(bucket.index, make)
@@ -263,12 +263,14 @@ def load(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
 
 def start_over(optimizer: OnebitOptimizer) -> None:
     """Loads the state of before the first step; masters, the ledger and the count of skipped steps go on."""
-    arenas = optimizer._engine.kept
-    known = arenas.layout.known if arenas.laid_out else []
-    kept = {"known": known, "skipped": optimizer._engine.skipped, "ledger": optimizer.ledger.as_dict()}
-    masters = {i: {"step": torch.zeros(()), "master": optimizer._engine.rule.shared_master(i)} for i in arenas.masters}
+    kept = optimizer._engine.kept
+    known = kept.layout.known if kept.laid_out else []
+    goes_on = {"known": known, "skipped": optimizer._engine.skipped, "ledger": optimizer.ledger.as_dict()}
+    masters = {i: {"step": torch.zeros(()), "master": optimizer._engine.rule.shared_master(i)} for i in kept.masters}
     first = copy.deepcopy(optimizer._first_books or books(optimizer))
-    optimizer.load_state_dict({"state": masters, "param_groups": packed_groups(optimizer), "onebit": {**first, **kept}})
+    optimizer.load_state_dict(
+        {"state": masters, "param_groups": packed_groups(optimizer), "onebit": {**first, **goes_on}}
+    )
 
 
 @torch.no_grad()
@@ -304,10 +306,10 @@ def _take_groups(optimizer: OnebitOptimizer, groups: list[dict[str, Any]]) -> No
 def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[int, dict[str, Tensor]]) -> None:
     """Replaces all state by one that has been checked; ``known`` are its books, empty for those of a plain optimizer."""
     engine = optimizer._engine
-    arenas, rule = engine.kept, engine.rule
-    arenas.clear()
+    kept, rule = engine.kept, engine.rule
+    kept.clear()
     if optimizer.compresses:  # (where a rank is alone, all steps are dense)
-        arenas.late = {i: (begun, ends) for i, (begun, ends) in known.get("late", {}).items()}
+        kept.late = {i: (begun, ends) for i, (begun, ends) in known.get("late", {}).items()}
     # what the checkpoint knows is laid out, trainable now or not
     segments = known.get("segments", [])
     order = dict.fromkeys([i for segment in segments for i in segment])
@@ -319,40 +321,40 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
         segments=[len(segment) for segment in segments],
     )
     steps = [int(s["step"]) for s in saved.values()]
-    arenas.steps = known.get("steps", max(steps, default=0))
+    kept.steps = known.get("steps", max(steps, default=0))
     engine.skipped, engine.skips_in_a_row = known.get("skipped", 0), known.get("skips_in_a_row", 0)
     if known:
         optimizer.ledger.load_dict(known["ledger"])
     for i, state in saved.items():
-        arenas.t[i] = int(state["step"])
-        if i in arenas.masters and "master" in state:
-            arenas.masters[i].copy_(state["master"])
+        kept.t[i] = int(state["step"])
+        if i in kept.masters and "master" in state:
+            kept.masters[i].copy_(state["master"])
         for name, key in rule.arenas.items():
-            there = arenas.own.get(i, arenas.flat if i in arenas.layout.slot_of else {})
+            there = kept.own.get(i, kept.flat if i in kept.layout.slot_of else {})
             if key in state and name in there:
-                arenas.moment(name, i).copy_(state[key])
-    for name, values in arenas.numbers.items():
+                kept.moment(name, i).copy_(state[key])
+    for name, values in kept.numbers.items():
         numbers = known.get(name, [])  # parameters that have joined since have none
         values[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     phase = Phase(known.get("phase", Phase.WARMUP))
     rule.load(phase, known, saved, engine.enter_loaded)
     lost = any("reciprocal_denominator" in state for state in saved.values())
-    if not known and lost and arenas.phase is Phase.WARMUP:
+    if not known and lost and kept.phase is Phase.WARMUP:
         log.warning(
             "the optimizer state has lost its entry 'onebit' (torch.distributed.checkpoint.state_dict keeps 'state' and 'param_groups' "
             "alone), so %s goes on in the warm-up; keep optimizer.state_dict()['onebit'] beside it, and add it before loading",
             type(optimizer).__name__,
         )
     if optimizer._engine.link.transport is not None:
-        optimizer._engine.link.transport.step = arenas.steps + 1
+        optimizer._engine.link.transport.step = kept.steps + 1
 
 
-def load_flat(arenas: Arenas, flat: Tensor, key: str, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
+def load_flat(kept: Arenas, flat: Tensor, key: str, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Copies per-parameter tensors of a checkpoint, where there are any, into a flat over all blocks."""
     for i, state in saved.items():
-        if key in state and i in arenas.layout.slot_of and i not in arenas.late:
-            like = torch.empty_like(arenas.layout.params[i], dtype=torch.float32).copy_(state[key])
-            arenas.layout.part(flat, i).copy_(memory_order(like))
+        if key in state and i in kept.layout.slot_of and i not in kept.late:
+            like = torch.empty_like(kept.layout.params[i], dtype=torch.float32).copy_(state[key])
+            kept.layout.part(flat, i).copy_(memory_order(like))
 
 
 # ----- what differs by rank -------------------------------------------------------------------------------------------
@@ -360,18 +362,18 @@ def load_flat(arenas: Arenas, flat: Tensor, key: str, saved: Mapping[int, Mappin
 
 def rank_state(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """See ``OnebitOptimizer.residual_state_dict()``."""
-    arenas, rule = optimizer._engine.kept, optimizer._engine.rule
-    tensors = {key: arenas.flat[name] for name, key in rule.arenas.items() if rule.per_rank and name in arenas.flat}
-    if arenas.worker is not None:
-        tensors["worker_residual"] = arenas.worker.settled()
-    if arenas.server is not None:
-        tensors["server_residual"] = arenas.server.settled()
+    kept, rule = optimizer._engine.kept, optimizer._engine.rule
+    tensors = {key: kept.flat[name] for name, key in rule.arenas.items() if rule.per_rank and name in kept.flat}
+    if kept.worker is not None:
+        tensors["worker_residual"] = kept.worker.settled()
+    if kept.server is not None:
+        tensors["server_residual"] = kept.server.settled()
     return {**_rank_layout(optimizer), **rule.rank_notes(), "tensors": {**tensors, **rule.rank_state()}}
 
 
 def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
-    arenas = optimizer._engine.kept
-    layout = arenas.layout if arenas.laid_out else None
+    kept = optimizer._engine.kept
+    layout = kept.layout if kept.laid_out else None
     # what the state is cut for, which outlives the connection
     ranks = layout.ranks if layout is not None else optimizer.topology
     slots = [layout.params[i] for i in layout.slots] if layout is not None else []
@@ -379,7 +381,7 @@ def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
     return {
         "version": STATE_VERSION,
         "algorithm": optimizer.algorithm,
-        "steps": arenas.steps,
+        "steps": kept.steps,
         "world_size": ranks.size,
         "ranks_per_node": ranks.ranks_per_node,
         "rank": ranks.rank,
@@ -408,14 +410,14 @@ def load_rank_state(optimizer: OnebitOptimizer, state: dict[str, Any]) -> None:
                 f"residual state has {key}={theirs!r}, this run has {ours!r}; residuals cannot be loaded as they are"
                 + remedy(key, theirs)
             )
-    arenas = optimizer._engine.kept
+    kept = optimizer._engine.kept
     with optimizer._engine.changing("load_residual_state_dict()"):
         if "worker_residual" in tensors:
-            arenas.allocate_residuals()
+            kept.allocate_residuals()
         for name, key in optimizer._engine.rule.arenas.items():
             if optimizer._engine.rule.per_rank and key in tensors:  # nothing was saved before the first step
-                arenas.flat[name].copy_(tensors[key])
-        for residual, key in ((arenas.worker, "worker_residual"), (arenas.server, "server_residual")):
+                kept.flat[name].copy_(tensors[key])
+        for residual, key in ((kept.worker, "worker_residual"), (kept.server, "server_residual")):
             if residual is not None and key in tensors:
                 residual.settled().copy_(tensors[key])
         optimizer._engine.rule.load_rank_state(tensors)

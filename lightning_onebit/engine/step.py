@@ -367,8 +367,9 @@ class Step:
     def _sorted_kinds(self) -> tuple[list[Facts], list[int]]:
         if self._kinds is None:
             kept, rule = self.kept, self.rule
-            group_of, t = kept.layout.group_of, kept.t
-            kinds = [(group_of[i], t[i], rule.kind(i)) for i in kept.layout.slots]
+            group_of, t, slots = kept.layout.group_of, kept.t, kept.layout.slots
+            others = rule.kinds() or [None] * len(slots)
+            kinds = [(group_of[i], t[i], other) for i, other in zip(slots, others, strict=True)]
             examples = dict(zip(kinds, kept.layout.slots, strict=True))
             place = {kind: k for k, kind in enumerate(examples)}
             self._kinds = [self.facts(i) for i in examples.values()], [place[kind] for kind in kinds]
