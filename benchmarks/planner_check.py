@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
-from lightning_onebit.planner import ADAMW_BYTES, Cluster, Job, fit_compute, plot, predict
+from lightning_onebit.tools.plan import ADAMW_BYTES, Cluster, Job, fit_compute, plot, predict
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results"

@@ -5,14 +5,14 @@
 #   NODES=2 NODE_RANK=1 HEAD=10.0.0.1 examples/multi_node.sh --steps 1000     # on the other one
 #
 # First whether it pays:   NODES=2 NODE_RANK=... HEAD=... BENCH=1 examples/multi_node.sh
-# DEVICES: processes per machine. ACCELERATOR: cpu or gpu. Options go to text_gpt.py (or to lightning_onebit.bench).
+# DEVICES: processes per machine. ACCELERATOR: cpu or gpu. Options go to text_gpt.py (or to the bench).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 : "${NODES:?number of machines}" "${NODE_RANK:?number of this machine, from 0}" "${HEAD:?address of machine 0}"
 DEVICES=${DEVICES:-1}
 if [ -n "${BENCH:-}" ]; then
-    program=(-m lightning_onebit.bench)
+    program=(-m lightning_onebit bench)
 else
     program=(examples/text_gpt.py --num-nodes "$NODES" --devices "$DEVICES"
         --accelerator "${ACCELERATOR:-cpu}" --strategy "${STRATEGY:-onebit_adam}")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning_onebit import _trees  # first: it remembers which Lightning tree was loaded before this package
 from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
-from lightning_onebit.migration import Migration, from_deepspeed_config
 from lightning_onebit.optim import BinSGDM, OnebitAdam, OnebitLamb, OnebitOptimizer, Phase, TornStep, ZeroOneAdam
 from lightning_onebit.registry import available_strategies
+from lightning_onebit.tools.migration import Migration, from_deepspeed_config
 
 if TYPE_CHECKING:
     from lightning_onebit import callbacks

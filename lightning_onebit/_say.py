@@ -6,7 +6,7 @@ from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info as _info
 
-from lightning_onebit._console import fill
+from lightning_onebit._text import fill
 
 
 def rank_zero_info(text: str) -> None:

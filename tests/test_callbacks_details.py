@@ -18,7 +18,6 @@ from lightning_support import enter, loader, make_module, onebit, quiet_trainer,
 from optim_support import run_world
 from test_callbacks_guard import _run, _Said, said  # noqa: F401  (a fixture)
 
-from lightning_onebit import bench
 from lightning_onebit.callbacks import probe
 from lightning_onebit.callbacks.freeze import LearningRateWatch, VarianceFreezeMixin
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
@@ -27,7 +26,8 @@ from lightning_onebit.callbacks.stats import CompressionStatsMixin
 from lightning_onebit.checkpoint import ShardError, Stamp, agree, read_shard, shard_path, write_shard
 from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.optim import OnebitAdam, Phase
-from lightning_onebit.planner import Cluster, Job, predict
+from lightning_onebit.tools import bench
+from lightning_onebit.tools.plan import Cluster, Job, predict
 
 
 def two_groups(*betas: float) -> OnebitAdam:
@@ -212,7 +212,7 @@ def test_the_slowest_rank_counts_in_a_benchmark() -> None:
 def _counts(rank: int, world: int) -> Any:
     p = torch.nn.Parameter(torch.zeros(100))
     optimizer = OnebitAdam([p], freeze_step=1)
-    exchange, local = bench._time_exchange(optimizer, p, torch.randn(100), 2, None)
+    exchange, local = bench._time_exchange(optimizer, p, torch.randn(100), 2)
     return len(exchange), len(local), optimizer.steps
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import logging
-import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,13 +13,13 @@ import torch
 from fake_trainer import FakeModule, FakeTrainer, onebit_adam
 from lightning_utilities.core import rank_zero
 
-from lightning_onebit import bench, cli, doctor
-from lightning_onebit._console import fill
-from lightning_onebit.bench import LinkMeasurement
+from lightning_onebit._text import fill
 from lightning_onebit.callbacks import probe
 from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
 from lightning_onebit.callbacks.probe import LinkProbeMixin
 from lightning_onebit.callbacks.stats import CompressionStatsMixin
+from lightning_onebit.tools import bench, cli, doctor
+from lightning_onebit.tools.bench import LinkMeasurement
 
 
 def fits(text: str) -> bool:
@@ -55,11 +54,6 @@ def test_help_and_errors_fit(
     with pytest.raises(SystemExit):
         cli.main([*command, "--help"])
     assert fits(capsys.readouterr().out)
-    for module in (bench, doctor) if not command else ():
-        monkeypatch.setattr(sys, "argv", ["program", "--help"])
-        with pytest.raises(SystemExit):
-            module.main()
-        assert fits(capsys.readouterr().out)
     with pytest.raises(SystemExit):
         cli.main([*(command or ["plan"]), "--kernels", "fast", "--params", "4.1 of a kind", "--timeout", "-1"])
     message = capsys.readouterr().err

@@ -17,8 +17,8 @@ BELOW: dict[str, set[str]] = {
     "comm": {"kernels"},
     "optim": {"comm", "kernels"},
 }
-# types of options and names in errors: they import nothing of this package, and every floor may import them
-GROUND = {"_choices", "_names"}
+# types of options, names in errors, text: they import nothing of this package, and every floor may import them
+GROUND = {"_choices", "_names", "_text"}
 # what a floor may import from elsewhere, besides the standard library
 OUTSIDE = {
     "kernels": {"torch", "numpy", "cupy", "numba"},
@@ -27,7 +27,7 @@ OUTSIDE = {
 }
 # modules that adapt the optimizers to Lightning: they see the floors below, and nothing that people look at above them
 STRATEGY = {"strategy", "fabric", "registry", "_trees", "lightning", "pytorch_lightning", "checkpoint", "ddp"}
-ABOVE = {"callbacks", "metrics", "planner", "cli", "bench", "figures", "doctor", "migration", "_console"}
+ABOVE = {"callbacks", "metrics", "tools"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
 
 
@@ -88,6 +88,12 @@ def test_the_strategy_imports_nothing_that_stands_on_it() -> None:
         if path.stem in STRATEGY - {"lightning", "pytorch_lightning"}:
             for name in imports(path):
                 assert floor_of(name) not in ABOVE, f"{path.name} imports {name}, which stands above the strategy"
+
+
+def test_tools_import_nothing_that_stands_beside_them() -> None:
+    for path in files("tools"):
+        for name in imports(path):
+            assert floor_of(name) not in ABOVE - {"tools"}, f"{path.name} imports {name}"
 
 
 def test_the_rule_is_checked_against_files_that_break_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

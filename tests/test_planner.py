@@ -9,15 +9,17 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from optim_support import CLASSES
 
-from lightning_onebit import _console, bench, planner
+from lightning_onebit import _text
+from lightning_onebit._text import format_bits, format_seconds
 from lightning_onebit.comm import (
     Collective,
     SimulatedGroup,
@@ -28,9 +30,12 @@ from lightning_onebit.comm import (
     ring_bytes,
 )
 from lightning_onebit.optim import OnebitAdam, OnebitLamb, policies
-from lightning_onebit.optim.policies import IntervalPolicy, replay_schedule
+from lightning_onebit.optim.policies import IntervalPolicy, Rounds, replay_schedule
 from lightning_onebit.optim.zero_one_adam import ZeroOneAdam
-from lightning_onebit.planner import (
+from lightning_onebit.registry import ALGORITHMS, Algorithm
+from lightning_onebit.tools import bench
+from lightning_onebit.tools import plan as planner
+from lightning_onebit.tools.plan import (
     ADAMW_BYTES,
     DENSE,
     Cluster,
@@ -38,13 +43,10 @@ from lightning_onebit.planner import (
     break_even_bandwidth,
     exchange_of,
     fit_compute,
-    format_bits,
-    format_seconds,
     plan,
     plot,
     predict,
 )
-from lightning_onebit.registry import ALGORITHMS
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -65,17 +67,12 @@ IDEAL = {
 # ----- bytes: one source ---------------------------------------------------------------------------------------------------
 
 SHAPES = ((5, 33), (7,), (0,), (1,), (3, 165))
-SOON: dict[str, dict[str, Any]] = {
-    "onebit_adam": {"freeze_step": 1},
-    "onebit_lamb": {"freeze_step": 1},
-    "zero_one_adam": {"var_freeze_step": 1, "local_step_clipper": 1},
-    "binsgdm": {},
-}
 
 
 def _last_step(group: SimulatedGroup, algorithm: str, ranks_per_node: int) -> Any:
     parameters = [torch.nn.Parameter(torch.ones(shape)) for shape in SHAPES]
-    optimizer = CLASSES[algorithm](parameters, block_size=32, bucket_mb=0.001, kernels="reference", **SOON[algorithm])
+    made = CLASSES[algorithm]
+    optimizer = made(parameters, block_size=32, bucket_mb=0.001, kernels="reference", **made.EXCHANGES_SOON)
     optimizer.configure_communication(group, ranks_per_node=ranks_per_node)  # type: ignore[arg-type]
     for _ in range(3):  # BinSGDM merges its bitmaps at t = 1, 2 and 4
         for p in parameters:
@@ -94,7 +91,8 @@ def test_predicted_bytes_and_collectives_are_those_of_a_real_step(
     record = world.run(_last_step, algorithm, ranks_per_node)[0]
     cluster = Cluster(gpus=ranks, gpus_per_node=ranks_per_node, bandwidth=1e9)
     job = Job(params=[math.prod(s) for s in SHAPES], compute=1.0, block_size=32, bucket_mb=0.001)
-    expected = exchange_of(cluster, job, algorithm, hierarchical=ranks_per_node > 1)
+    buckets = exchange_of(cluster, job, algorithm, "hierarchical" if ranks_per_node > 1 else "flat")
+    expected = [collective for times, bucket in buckets for collective in times * bucket]
     assert sum(c.sent for c in expected if c.link == "inter") == record.bytes_inter > 0
     assert sum(c.sent for c in expected if c.link == "intra") == record.bytes_intra
     assert len(expected) == record.collectives
@@ -140,7 +138,8 @@ def test_buckets_are_those_that_the_optimizer_plans(
         device=torch.device("meta"),
     )
     blocks = [bucket.blocks for bucket in real.buckets]
-    assert exchange_of(cluster, job, "onebit_adam") == list(exchange_collectives(blocks, block_size, ranks))
+    planned = [one for times, bucket in exchange_of(cluster, job, "onebit_adam") for one in times * bucket]
+    assert planned == list(exchange_collectives(blocks, block_size, ranks))
 
 
 @pytest.mark.parametrize("bucket_mb", [1e-9, 1e-3, 1e6])
@@ -336,9 +335,9 @@ def test_fitting_compute_recovers_what_the_model_was_given() -> None:
                 *("make_sync_policy", "replay_schedule"),
             ),
         ),
-        (_console, ("format_figure",)),
+        (_text, ("format_figure", "format_table")),
     ],
-    ids=["planner", "bench", "policies", "_console"],
+    ids=["planner", "bench", "policies", "_text"],
 )
 def test_examples_in_docstrings_run(
     module: Any, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -353,6 +352,35 @@ def test_examples_in_docstrings_run(
     for test in tests.values():
         doctest.DocTestRunner().run(test, out=said.append)
     assert not said, "".join(said)
+
+
+class Fifth(OnebitAdam):
+    """An algorithm of somebody else's."""
+
+    algorithm = "fifth"
+    STEP_BYTES = 40.0
+    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1, "refresh": "never"}
+
+    @classmethod
+    def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
+        return Rounds(2 * freeze_step, steps - 2 * freeze_step)
+
+
+def test_an_algorithm_that_is_registered_is_planned_and_measured_by_what_it_says(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ALGORITHMS, "fifth", Algorithm("fifth", "Fifth", Fifth))
+    assert "Fifth, hierarchical" in plan(NETWORK, BERT).table()
+    found, adam = (predict(NETWORK, BERT, name) for name in ("fifth", "onebit_adam"))
+    assert found.dense_share == 0.4
+    slower = BERT.elements * (40 - OnebitAdam.STEP_BYTES) / NETWORK.memory_bandwidth
+    assert found.step_seconds - adam.step_seconds == pytest.approx(slower)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert bench.measure_link(1000, repeats=1, kernels="reference", algorithm="fifth").local_seconds > 0
+    finally:
+        dist.destroy_process_group()
 
 
 # ----- what it says --------------------------------------------------------------------------------------------------------

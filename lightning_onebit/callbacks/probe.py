@@ -12,12 +12,12 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
-from lightning_onebit.bench import LinkMeasurement, measure_link
 from lightning_onebit.callbacks._common import check_count, check_number, check_trainer, compressed_optimizers
 from lightning_onebit.comm import ByteLedger
 from lightning_onebit.optim import OnebitOptimizer
 from lightning_onebit.optim.options import LONGEST_WAIT
 from lightning_onebit.registry import find_algorithm
+from lightning_onebit.tools.bench import LinkMeasurement, measure_link
 
 # Dense steps that are left out when waiting is watched: the first ones connect, allocate and may compile.
 WARM_STEPS = 2
@@ -149,7 +149,7 @@ class LinkProbeMixin:
     """Measures at start-up whether compression pays on this network, and says so.
 
     1. Before the first step: the dense all-reduce and the whole compressed step on two samples, on the ranks that train
-       (``lightning_onebit.bench.measure_link``), extrapolated to the model. An info line gives both times, the bandwidth
+       (``lightning_onebit.tools.bench.measure_link``), extrapolated to the model. An info line gives both times, the bandwidth
        and the bandwidth at which they would break even; a warning says when compression would not be faster.
     2. In the first dense steps of the warm-up: how much of a step the ranks really wait for each other. Dense averaging
        overlaps with backward, so it may cost nothing even where it takes long; then nothing can be saved, and a warning

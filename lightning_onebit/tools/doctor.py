@@ -21,13 +21,15 @@ import torch
 import torch.distributed as dist
 
 from lightning_onebit import __version__, _trees
-from lightning_onebit._console import Outcome, Parser, add_json, execute, fill
+from lightning_onebit._text import fill
 from lightning_onebit.comm import disconnect
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.optim import OnebitAdam
 from lightning_onebit.optim.options import LONGEST_WAIT, check_number
 from lightning_onebit.registry import available_strategies
+from lightning_onebit.tools.console import Outcome
 
+_LOCATION = Path(__file__).parents[1]
 _PACKAGES = ("lightning", "pytorch-lightning", "torch", "torchmetrics", "numpy", "matplotlib", "jsonargparse")
 _CUPY = ("cupy-cuda12x", "cupy-cuda13x", "cupy")
 #: steps of the self-test: dense ones, then compressed ones
@@ -40,7 +42,8 @@ def versions() -> dict[str, str | None]:
     found |= {name: _version(name) for name in _PACKAGES}
     found["cupy"] = next((f"{version} ({name})" for name in _CUPY if (version := _version(name))), None)
     found["cuda"] = torch.version.cuda
-    found["nccl"] = _nccl()
+    there = torch.version.cuda and dist.is_available() and dist.is_nccl_available()
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if there else None
     return found
 
 
@@ -49,12 +52,6 @@ def _version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _nccl() -> str | None:
-    if not (torch.version.cuda and dist.is_available() and dist.is_nccl_available()):
-        return None
-    return ".".join(map(str, torch.cuda.nccl.version()))
 
 
 def kernels() -> dict[str, dict[str, str]]:
@@ -99,24 +96,11 @@ def self_test(device: str = "cpu", timeout: float = 120.0) -> dict[str, Any]:
     backend = "nccl" if device == "cuda" else "gloo"
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="onebit-doctor-") as folder:
-        command = [sys.executable, "-m", "lightning_onebit.doctor", "--worker", folder, "--device", device]
-        command += ["--timeout", str(timeout)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        # the package may be a checkout that is on sys.path by PYTHONPATH or by the working folder only
-        root = str(Path(__file__).resolve().parents[1])
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, environment.get("PYTHONPATH")]))
-        if Path("/sys/class/net/lo").exists():
-            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host's name, which may hang
         logs = [Path(folder, f"log-{rank}") for rank in range(2)]
-        running = []
+        running: list[subprocess.Popen[bytes]] = []
         try:
             for rank, log in enumerate(logs):
-                with log.open("w") as out:
-                    running.append(
-                        subprocess.Popen(
-                            [*command, "--rank", str(rank)], stdout=out, stderr=subprocess.STDOUT, env=environment
-                        )
-                    )
+                running.append(_start(log, folder, str(rank), device, str(timeout)))
             error = _watch(running, started + timeout)
         finally:
             for process in running:
@@ -130,6 +114,18 @@ def self_test(device: str = "cpu", timeout: float = 120.0) -> dict[str, Any]:
     if answers[0]["weights"] != answers[1]["weights"]:
         return {"passed": False, **facts, "error": "the two processes ended with different weights"}
     return {"passed": True, **facts, "bytes_ratio": answers[0]["ratio"]}
+
+
+def _start(log: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Starts one process of the self-test; what it says goes into ``log``."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    # the package may be a checkout that is on sys.path by PYTHONPATH or by the working folder only
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(_LOCATION.parent), environment.get("PYTHONPATH")]))
+    if Path("/sys/class/net/lo").exists():
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # no look-up of the host's name, which may hang
+    command = [sys.executable, "-m", __name__, *arguments]
+    with log.open("w") as out:
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
 
 def _watch(running: list[subprocess.Popen[bytes]], deadline: float) -> str | None:
@@ -188,7 +184,7 @@ def examine(*, test: bool = True, timeout: float = 120.0) -> dict[str, Any]:
         ``self_tests`` and ``problems``.
     """
     facts: dict[str, Any] = {
-        "location": str(Path(__file__).parent),
+        "location": str(_LOCATION),
         "versions": versions(),
         "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "kernels": kernels(),
@@ -233,13 +229,10 @@ def describe(facts: dict[str, Any]) -> str:
     ] or ["  no Lightning installed"]
     if facts["self_tests"]:
         lines.append("Self-test: two processes train with 1-bit Adam")
-        for kind, result in facts["self_tests"].items():
-            outcome = (
-                f"passed, equal weights, {result['bytes_ratio']}x fewer bytes in a compressed step"
-                if result["passed"]
-                else "FAILED"
-            )
-            lines.append(f"  {kind} ({result['backend']}): {outcome}, {result['seconds']} s")
+    for kind, result in facts["self_tests"].items():
+        passed = f"passed, equal weights, {result.get('bytes_ratio')}x fewer bytes in a compressed step"
+        outcome = passed if result["passed"] else "FAILED"
+        lines.append(f"  {kind} ({result['backend']}): {outcome}, {result['seconds']} s")
     lines += ["Problems", *(f"  {problem}" for problem in facts["problems"])] if facts["problems"] else ["No problems."]
     return fill("\n".join(lines), " " * 4)
 
@@ -257,20 +250,5 @@ def run(options: argparse.Namespace) -> Outcome:
     return Outcome(int(bool(facts["problems"])), describe(facts), facts)
 
 
-def main() -> int:
-    """``python -m lightning_onebit.doctor``; also starts the processes of the self-test."""
-    parser = Parser(prog="python -m lightning_onebit.doctor", description=__doc__)
-    add_arguments(parser)
-    add_json(parser)
-    parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--device", help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.worker is not None:
-        _work(options.worker, options.rank, options.device, options.timeout)
-        return 0
-    return execute(parser, run, options)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+if __name__ == "__main__":  # a process of the self-test
+    _work(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4]))

@@ -5,32 +5,64 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from lightning_onebit import _trees
 from lightning_onebit.optim import OnebitOptimizer
 from lightning_onebit.optim.options import check_integer, check_number
 
-#: ``optimizer.type``, in lower case as DeepSpeed compares it
-_TYPES = {"onebitadam": "onebit_adam", "onebitlamb": "onebit_lamb", "zerooneadam": "zero_one_adam"}
 
-#: What DeepSpeed 0.19.6 takes where the configuration is silent and this package would take something else.
-_DEFAULTS: dict[str, dict[str, Any]] = {
-    "onebit_adam": {"freeze_step": 100_000},
-    "onebit_lamb": {"freeze_step": 100_000},
-    "zero_one_adam": {"var_freeze_step": 100_000, "local_step_scaler": 32_678},
-}
-_LAMB = ("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
-_OPTIONS = {
-    "onebit_adam": ("freeze_step",),
-    "onebit_lamb": ("freeze_step", *_LAMB),
-    "zero_one_adam": ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"),
+class _Optimizer(NamedTuple):
+    """A 1-bit optimizer of DeepSpeed.
+
+    Attributes:
+        algorithm: what it is here.
+        options: its options by their names there -> here.
+        defaults: what DeepSpeed 0.19.6 takes where the configuration is silent and this package would take something else; names of there.
+    """
+
+    algorithm: str
+    options: dict[str, str]
+    defaults: dict[str, Any]
+
+
+def _alike(*names: str) -> dict[str, str]:
+    return dict(zip(names, names, strict=True))
+
+
+_LAMB = _alike("max_coeff", "min_coeff", "coeff_beta", "factor_max", "factor_min", "factor_threshold")
+_LOCAL_STEPS = _alike("local_step_scaler", "local_step_clipper")
+#: by ``optimizer.type``, in lower case as DeepSpeed compares it
+_OPTIMIZERS = {
+    "onebitadam": _Optimizer("onebit_adam", _alike("freeze_step"), {"freeze_step": 100_000}),
+    "onebitlamb": _Optimizer("onebit_lamb", {**_alike("freeze_step"), **_LAMB}, {"freeze_step": 100_000}),
+    "zerooneadam": _Optimizer(
+        "zero_one_adam",
+        {**_alike("var_freeze_step", "var_update_scaler"), **_LOCAL_STEPS},
+        {"var_freeze_step": 100_000, "local_step_scaler": 32_678},
+    ),
 }
 _HYPERPARAMETERS = ("lr", "betas", "eps", "weight_decay")
 
+#: parameters of DeepSpeed's classes that have no counterpart, as below
+_PARAMETERS: dict[str, tuple[Any, str]] = {
+    "bias_correction": (
+        False,
+        "DeepSpeed accepted and ignored it, so the optimizer is made with bias_correction=False, as your runs have trained; "
+        "build OnebitStrategy(bias_correction=True, ...) yourself for AdamW's correction (and tune lr again)",
+    ),
+    "max_grad_norm": (0, "DeepSpeed ignored it here; the Trainer's gradient_clip_val clips"),
+    "comm_backend_name": (
+        "nccl",
+        "the backend follows the device; OnebitStrategy(process_group_backend=...) names another",
+    ),
+    "eps_inside_sqrt": (False, "eps is added to the root; DeepSpeed ignored the option as well"),
+    "amsgrad": (False, "no 1-bit optimizer has it, DeepSpeed's had not either; remove it"),
+    "cuda_aware": (False, "it concerns MPI, which is not used"),
+}
 #: top-level keys that have no counterpart, with what to do instead; without effect (hence harmless) at the given value
 _WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "prescale_gradients": (False, "gradients are averaged in fp32 or in their own dtype; remove it"),
@@ -51,6 +83,8 @@ _WITHOUT_COUNTERPART: dict[str, tuple[Any, str]] = {
     "graph_harvesting": (False, "use torch.compile on the module"),
 }
 _SECTIONS = {
+    "zero_optimization": "1-bit optimizers need whole gradients and states on every rank (DeepSpeed refused the combination as well); for "
+    "models that do not fit, keep FSDP or ZeRO without compression",
     "scheduler": "return a torch scheduler beside the optimizer from configure_optimizers, with interval 'step'",
     "tensorboard": "Trainer(logger=TensorBoardLogger(...)), and CompressionStats among the callbacks",
     "csv_monitor": "Trainer(logger=CSVLogger(...)), and CompressionStats among the callbacks",
@@ -144,7 +178,7 @@ def from_deepspeed_config(
         Strategy, optimizer factory and Trainer arguments, and what could not be taken over.
 
     Raises:
-        TypeError: not a mapping, or a section that should be one is not.
+        TypeError: not a mapping, a section that should be one is not, or a value of the wrong type.
         ValueError: another optimizer, a file that is no JSON, a value that no option accepts, settings that exclude each other, or
             batch sizes that contradict each other.
 
@@ -193,27 +227,20 @@ class _Translation:
         self.hyperparameters: dict[str, Any] = {}
 
     def result(self, tree: _trees.Tree | None) -> Migration:
-        algorithm = self._algorithm()
-        self._optimizer(algorithm)
+        known = self._known()
+        self._optimizer(known)
         self._batches()
         self._precision()
+        handlers = {"gradient_clipping": self._clipping, "steps_per_print": self._printing}
+        filed = {key.partition(".")[0] for key in (*self.honoured, *self.unhonoured)}
         for key, value in self.config.items():
-            if handler := self._handlers().get(key):
+            if handler := handlers.get(key):
                 handler(key, value)
-            elif not self._filed(key):
+            elif key not in filed:
                 self._rest(key, value)
-        strategy = _trees.bound_module(tree).OnebitStrategy(algorithm, **self.options)
-        return Migration(
-            algorithm,
-            strategy,
-            {"strategy": strategy, **self.trainer},
-            self.hyperparameters,
-            self.honoured,
-            self.unhonoured,
-        )
-
-    def _filed(self, key: str) -> bool:
-        return any(known.split(".")[0] == key for known in (*self.honoured, *self.unhonoured))
+        strategy = _trees.bound_module(tree).OnebitStrategy(known.algorithm, **self.options)
+        trainer = {"strategy": strategy, **self.trainer}
+        return Migration(known.algorithm, strategy, trainer, self.hyperparameters, self.honoured, self.unhonoured)
 
     def _section(self, *path: str) -> Mapping[str, Any]:
         found: Any = self.config
@@ -224,44 +251,29 @@ class _Translation:
                 raise TypeError(f"{name}={found!r} must be a section (a mapping), not {type(found).__name__}")
         return found  # type: ignore[no-any-return]
 
-    def _algorithm(self) -> str:
+    def _known(self) -> _Optimizer:
         named = self._section("optimizer").get("type")
-        algorithm = _TYPES.get(str(named).lower())
-        if algorithm is None:
+        known = _OPTIMIZERS.get(str(named).lower())
+        if known is None:
             raise ValueError(
                 f"optimizer.type={named!r} is none of OneBitAdam, OneBitLamb and ZeroOneAdam. Nothing of DeepSpeed is needed for other "
                 "optimizers: use Trainer(strategy='onebit_adam') and return torch.optim.AdamW from configure_optimizers"
             )
-        self.honoured["optimizer.type"] = f"strategy {algorithm!r}"
-        return algorithm
+        self.honoured["optimizer.type"] = f"strategy {known.algorithm!r}"
+        return known
 
-    def _optimizer(self, algorithm: str) -> None:
+    def _optimizer(self, known: _Optimizer) -> None:
         for key, value in self._section("optimizer").items():
             if key not in ("type", "params"):
                 self._unless(f"optimizer.{key}", value, False, "it concerns DeepSpeed's fused optimizers; remove it")
         params = self._section("optimizer", "params")
-        self.options = {"bias_correction": False, **_DEFAULTS[algorithm]}
+        self.options = {"bias_correction": False, **{known.options[name]: v for name, v in known.defaults.items()}}
         for name, value in params.items():
-            key = f"optimizer.params.{name}"
-            if name == "betas" and value != "auto" and not isinstance(value, (list, tuple)):
-                raise TypeError(f"{key}={value!r} must be a list of two numbers, not {type(value).__name__}")
-            if value == "auto":
-                remedy = f"write the value: optimizer(params, {name}=...)"
-                if name in _OPTIONS[algorithm]:  # the strategy's, which the optimizer cannot be given otherwise
-                    default = f"{self.options[name]!r}, DeepSpeed's" if name in self.options else "this package's"
-                    remedy = f"write the number into the configuration (until then it is the default, {default})"
-                self.unhonoured[key] = f"'auto' is filled in by another trainer; {remedy}"
-            elif name in _OPTIONS[algorithm]:
-                self.options[name] = value
-                self.honoured[key] = f"{name}={value!r} of the strategy"
-            elif name in _HYPERPARAMETERS:
-                self.hyperparameters[name] = tuple(value) if name == "betas" else value
-                self.honoured[key] = f"{name}={value!r} of the optimizer"
-            else:
-                self._odd_parameter(key, name, value)
-        for name, value in _DEFAULTS[algorithm].items():
+            self._parameter(known, name, value)
+        for name, value in known.defaults.items():
             if name not in params:
-                self.honoured[f"optimizer.params.{name} (absent)"] = f"{name}={value!r}, DeepSpeed's default"
+                key = f"optimizer.params.{name} (absent)"
+                self.honoured[key] = f"{known.options[name]}={value!r}, DeepSpeed's default"
         if self.options.get("local_step_clipper") == 1:
             # no steps between synchronisations, whatever the scaler
             self.options.pop("local_step_scaler", None)
@@ -269,49 +281,37 @@ class _Translation:
             if self.honoured.pop(f"{key} (absent)", None) is None:
                 self.honoured[key] = "no effect with local_step_clipper=1; left out"
 
-    def _odd_parameter(self, key: str, name: str, value: Any) -> None:
-        """Parameters of DeepSpeed's classes without a counterpart here."""
-        if name == "bias_correction":
-            self._unless(
-                key,
-                value,
-                False,
-                "DeepSpeed accepted and ignored it, so the optimizer is made with bias_correction=False, as your runs have trained; "
-                "build OnebitStrategy(bias_correction=True, ...) yourself for AdamW's correction (and tune lr again)",
-            )
-        elif name == "max_grad_norm":
-            self._unless(key, value, 0, "DeepSpeed ignored it here; the Trainer's gradient_clip_val clips")
-        elif name == "comm_backend_name":
-            self._unless(
-                key,
-                value,
-                "nccl",
-                "the backend follows the device; OnebitStrategy(process_group_backend=...) names another",
-            )
-        elif name in ("eps_inside_sqrt", "amsgrad", "cuda_aware"):
-            said = {
-                "eps_inside_sqrt": "eps is added to the root; DeepSpeed ignored the option as well",
-                "amsgrad": "no 1-bit optimizer has it, DeepSpeed's had not either; remove it",
-                "cuda_aware": "it concerns MPI, which is not used",
-            }
-            self._unless(key, value, False, said[name])
+    def _parameter(self, known: _Optimizer, name: str, value: Any) -> None:
+        """One of ``optimizer.params``."""
+        key, option = f"optimizer.params.{name}", known.options.get(name)
+        if name == "betas" and value != "auto" and not isinstance(value, (list, tuple)):
+            raise TypeError(f"{key}={value!r} must be a list of two numbers, not {type(value).__name__}")
+        if value == "auto":
+            remedy = f"write the value: optimizer(params, {name}=...)"
+            if option is not None:  # the strategy's, which the optimizer cannot be given otherwise
+                default = f"{self.options[option]!r}, DeepSpeed's" if option in self.options else "this package's"
+                remedy = f"write the number into the configuration (until then it is the default, {default})"
+            self.unhonoured[key] = f"'auto' is filled in by another trainer; {remedy}"
+        elif option is not None:
+            self.options[option] = value
+            self.honoured[key] = f"{option}={value!r} of the strategy"
+        elif name in _HYPERPARAMETERS:
+            self.hyperparameters[name] = tuple(value) if name == "betas" else value
+            self.honoured[key] = f"{name}={value!r} of the optimizer"
+        elif name in _PARAMETERS:
+            self._unless(key, value, *_PARAMETERS[name])
         else:
             self.unhonoured[key] = "unknown to DeepSpeed 0.19.6's class and to this package; remove it"
 
     def _batches(self) -> None:
-        whole, micro = self.config.get("train_batch_size"), self.config.get("train_micro_batch_size_per_gpu")
-        steps = self.config.get("gradient_accumulation_steps")
-        given = {
-            "train_batch_size": whole,
-            "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": steps,
-        }
-        for key, value in given.items():
-            if value == "auto":
+        keys = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+        given = {key: self.config.get(key) for key in keys}
+        for key in keys:
+            if given[key] == "auto":
                 self.unhonoured[key] = "'auto' is filled in by another trainer; write the number"
-            elif value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{key}={value!r} must be a whole number, at least 1")
-        whole, micro, steps = (None if value == "auto" else value for value in (whole, micro, steps))
+                given[key] = None
+            check_integer(key, given[key], least=1, optional=True)
+        whole, micro, steps = given.values()
         self._check_batches(whole, micro, steps)
         if steps is None and whole is not None and micro is not None:
             steps = self._accumulation(whole, micro)
@@ -323,12 +323,9 @@ class _Translation:
             self.unhonoured["train_micro_batch_size_per_gpu"] = f"give batch_size={micro} to your DataLoader"
         if whole is not None and "train_batch_size" not in self.honoured:
             per_rank = whole // (self.world_size * (steps or 1)) if self.world_size and micro is None else None
-            loader = (
-                f"give batch_size={per_rank} to your DataLoader" if per_rank else "give a batch_size to your DataLoader"
-            )
-            self.unhonoured.setdefault(
-                "train_batch_size", f"{loader}: ranks * batch_size * accumulate_grad_batches is to be {whole}"
-            )
+            loader = f"give {f'batch_size={per_rank}' if per_rank else 'a batch_size'} to your DataLoader"
+            remedy = f"{loader}: ranks * batch_size * accumulate_grad_batches is to be {whole}"
+            self.unhonoured.setdefault("train_batch_size", remedy)
 
     def _check_batches(self, whole: int | None, micro: int | None, steps: int | None) -> None:
         """Raises where no number of ranks, or not the one that is known, makes the sizes one batch, as DeepSpeed does."""
@@ -357,46 +354,38 @@ class _Translation:
 
     def _precision(self) -> None:
         chosen = {}
-        for key, precision in (("fp16", "16-mixed"), ("bf16", "bf16-mixed"), ("bfloat16", "bf16-mixed")):
+        for key in ("fp16", "bf16", "bfloat16", "torch_autocast"):
             section = self._section(key)
             enabled = self._switch(key, section)
             if enabled is True:
-                chosen[f"{key}.enabled"] = precision
+                dtype = section.get("dtype", "bfloat16") if key == "torch_autocast" else key
+                chosen[f"{key}.enabled"] = _precision_of(dtype)
             for name, value in section.items():
-                if name == "enabled":
-                    continue
-                if enabled is False:
+                if name != "enabled" and enabled is False:
                     self.honoured[f"{key}.{name}"] = "without effect: the section is off"
-                elif name in _SCALER:
-                    self.unhonoured[f"{key}.{name}"] = (
-                        f"{value!r}: give the Trainer plugins=[MixedPrecision('16-mixed', 'cuda', scaler=torch.amp.GradScaler('cuda', "
-                        "init_scale=..., growth_interval=...))]; an overflow on one rank skips the step on all"
-                    )
-                else:
-                    self._unless(
-                        f"{key}.{name}", value, name == "check_grad_overflow", "Lightning's precision plugin decides it"
-                    )
-        autocast = self._section("torch_autocast")
-        enabled = self._switch("torch_autocast", autocast)
-        if enabled is True:
-            chosen["torch_autocast.enabled"] = _autocast_precision(autocast.get("dtype", "bfloat16"))
-        for name in autocast:
-            key = f"torch_autocast.{name}"
-            if name == "enabled":
-                continue
-            if enabled is False:
-                self.honoured[key] = "without effect: the section is off"
-            elif name == "dtype" and enabled is True:
-                self.honoured[key] = f"precision={chosen['torch_autocast.enabled']!r}"
-            elif name == "dtype":
-                self.unhonoured[key] = "give precision to the Trainer"
-            else:
-                self.unhonoured[key] = "torch's own list of operations counts"
+                elif key == "torch_autocast" and name == "dtype" and enabled is True:
+                    self.honoured[f"{key}.dtype"] = f"precision={chosen[f'{key}.enabled']!r}"
+                elif name != "enabled":
+                    self._detail(key, name, value)
         if len(set(chosen.values())) > 1:
             raise ValueError(f"{' and '.join(chosen)} are both on and exclude each other; keep one")
         for key, precision in chosen.items():
             self.trainer["precision"] = precision
             self.honoured[key] = f"precision={precision!r}"
+
+    def _detail(self, key: str, name: str, value: Any) -> None:
+        """A setting of a precision."""
+        said = f"{key}.{name}"
+        if key == "torch_autocast":
+            remedy = "give precision to the Trainer" if name == "dtype" else "torch's own list of operations counts"
+            self.unhonoured[said] = remedy
+        elif name in _SCALER:
+            self.unhonoured[said] = (
+                f"{value!r}: give the Trainer plugins=[MixedPrecision('16-mixed', 'cuda', scaler=torch.amp.GradScaler('cuda', "
+                "init_scale=..., growth_interval=...))]; an overflow on one rank skips the step on all"
+            )
+        else:
+            self._unless(said, value, name == "check_grad_overflow", "Lightning's precision plugin decides it")
 
     def _switch(self, key: str, section: Mapping[str, Any]) -> bool | str:
         """Whether a section is on, or ``"auto"``; files what is not on."""
@@ -409,13 +398,6 @@ class _Translation:
         if "enabled" in section and not enabled:
             self.honoured[f"{key}.enabled"] = "off"
         return enabled
-
-    def _handlers(self) -> dict[str, Callable[[str, Any], None]]:
-        return {
-            "gradient_clipping": self._clipping,
-            "steps_per_print": self._printing,
-            "zero_optimization": self._zero,
-        }
 
     def _clipping(self, key: str, value: Any) -> None:
         if value == "auto":
@@ -439,28 +421,19 @@ class _Translation:
         self.trainer["log_every_n_steps"] = value
         self.honoured[key] = f"log_every_n_steps={value}"
 
-    def _zero(self, key: str, value: Any) -> None:
-        section = self._section(key)
-        for leaf in _leaves(key, section):
-            if not section.get("stage", 0):
+    def _rest(self, key: str, value: Any) -> None:
+        """A key that nothing here corresponds to."""
+        if key in _WITHOUT_COUNTERPART:
+            self._unless(key, value, *_WITHOUT_COUNTERPART[key])
+            return
+        off = isinstance(value, Mapping) and (not value or value.get("enabled") is False)
+        if key == "zero_optimization":
+            off = not self._section(key).get("stage", 0)
+        for leaf in _leaves(key, value):
+            if off:
                 self.honoured[leaf] = "off"
             else:
-                self.unhonoured[leaf] = (
-                    "1-bit optimizers need whole gradients and states on every rank (DeepSpeed refused the combination as well); for "
-                    "models that do not fit, keep FSDP or ZeRO without compression"
-                )
-
-    def _rest(self, key: str, value: Any) -> None:
-        if key in _WITHOUT_COUNTERPART:
-            harmless, remedy = _WITHOUT_COUNTERPART[key]
-            self._unless(key, value, harmless, remedy)
-        else:
-            off = isinstance(value, Mapping) and (not value or value.get("enabled") is False)
-            for leaf in _leaves(key, value):
-                if off:
-                    self.honoured[leaf] = "off"
-                else:
-                    self.unhonoured[leaf] = _SECTIONS.get(key, "it has no counterpart here")
+                self.unhonoured[leaf] = _SECTIONS.get(key, "it has no counterpart here")
 
     def _unless(self, key: str, value: Any, harmless: Any, why: str) -> None:
         """Files a key as without effect at a harmless value, as not taken over otherwise."""
@@ -470,8 +443,8 @@ class _Translation:
             self.unhonoured[key] = why
 
 
-def _autocast_precision(dtype: Any) -> str:
-    """The Trainer's precision for DeepSpeed's ``torch_autocast.dtype``."""
+def _precision_of(dtype: Any) -> str:
+    """The Trainer's precision for a dtype of DeepSpeed's."""
     name = str(dtype).removeprefix("torch.")
     if name in ("float16", "fp16", "half"):
         return "16-mixed"

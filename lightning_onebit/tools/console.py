@@ -1,4 +1,4 @@
-"""What the command lines share: friendly errors, text or JSON, exit statuses."""
+"""What the commands share: friendly errors, text or JSON, exit statuses."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import json
 import math
 import os
 import sys
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-#: columns of a terminal, of which nothing that is printed takes more
-WIDTH = 80
+from lightning_onebit._text import fill
 
 #: exit status where the reader of standard output has gone, as a shell reports it of other tools: 128 + SIGPIPE
 READER_GONE = 141
@@ -53,13 +51,8 @@ class Parser(argparse.ArgumentParser):
 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Adds ``--json [FILE]``."""
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="print JSON instead of text, or (with FILE) write it besides",
-    )
+    said = "print JSON instead of text, or (with FILE) write it besides"
+    parser.add_argument("--json", nargs="?", const="-", metavar="FILE", help=said)
 
 
 def execute(
@@ -73,7 +66,7 @@ def execute(
         outcome = run(options)
         if outcome.text:
             try:
-                report(outcome, options.json)
+                _report(outcome, options.json)
             except BrokenPipeError:
                 _drop_output()
                 return READER_GONE
@@ -82,7 +75,7 @@ def execute(
     return outcome.status
 
 
-def report(outcome: Outcome, target: str | None) -> None:
+def _report(outcome: Outcome, target: str | None) -> None:
     """Writes an outcome as text, as JSON (target ``"-"``), or as text and as JSON into a file."""
     encoded = json.dumps(_finite(outcome.facts), indent=1)
     if target not in (None, "-"):
@@ -93,54 +86,11 @@ def report(outcome: Outcome, target: str | None) -> None:
     sys.stdout.flush()  # here an error can still be told
 
 
-def fill(text: str, indent: str = "") -> str:
-    """Text in lines of at most 80 columns; lines that fit stay as they are, and words (a path) are never torn.
-
-    Args:
-        text: of one or several lines.
-        indent: what the continuation of a line begins with.
-    """
-    lines = []
-    for line in text.split("\n"):
-        pieces = textwrap.wrap(
-            line,
-            WIDTH,
-            subsequent_indent=indent,
-            break_long_words=False,
-            break_on_hyphens=False,
-            replace_whitespace=False,
-        )
-        lines += [line] if len(line) <= WIDTH else pieces
-    return "\n".join(lines)
-
-
 def _drop_output() -> None:
     """What is buffered for standard output goes nowhere: the interpreter would fail at it once more at its end, and say so."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
-
-
-def format_figure(value: float, digits: int = 4, separator: str = "") -> str:
-    """A number with so many significant digits, without an exponent below 1e7: its whole part in full, its fraction to six decimals.
-
-    Args:
-        value: the number.
-        digits: significant digits of numbers that have no more before the point.
-        separator: of thousands.
-
-    Example:
-        >>> [format_figure(value) for value in (202.03, 18_923.4, 0.00008, 7e7)]
-        ['202', '18923', '0.00008', '7e+07']
-        >>> format_figure(175_000, separator=",")
-        '175,000'
-    """
-    size = abs(value)
-    if 10**digits - 0.5 <= size < 1e7:
-        return f"{value:{separator}.0f}"
-    if 0 < size < 1e-4:
-        return f"{value:.6f}".rstrip("0").rstrip(".")
-    return f"{value:{separator}.{digits}g}"
 
 
 def _finite(value: Any) -> Any:

@@ -1,11 +1,9 @@
-r"""Link benchmark: does compression pay on *your* network?
+"""Link benchmark: does compression pay on *your* network?
 
-    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:PORT \
-        --no-python lightning-onebit bench
+    torchrun --nnodes 2 --nproc-per-node 1 --rdzv-endpoint HOST:PORT -m lightning_onebit bench
 
 On the real process group, measures the dense all-reduce of gradients against the whole compressed exchange (compress, both rounds,
-apply) at several sizes, fits the time each takes per element, and says from which size on compression pays and which algorithm suits.
-Rank 0 reports. ``-m lightning_onebit.bench`` in place of ``--no-python lightning-onebit bench`` does the same.
+apply) at several sizes, and says from which size on compression pays and which algorithm suits. Rank 0 reports.
 """
 
 from __future__ import annotations
@@ -26,22 +24,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_onebit._console import Outcome, Parser, add_json, execute, fill, format_figure
+from lightning_onebit._text import fill, format_figure, format_table
 from lightning_onebit.comm import disconnect, torn_down_last
 from lightning_onebit.kernels import BACKENDS
 from lightning_onebit.optim import OnebitOptimizer
 from lightning_onebit.optim.options import LONGEST_WAIT, check_integer, check_number
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
+from lightning_onebit.tools.console import Outcome
 
 DEFAULT_SIZES = (250_000, 1_000_000, 4_000_000, 16_000_000)
-
-#: options under which every step after the first is an exchange
-_EXCHANGES_SOON: dict[str, dict[str, Any]] = {
-    "onebit_adam": {"freeze_step": 1},
-    "onebit_lamb": {"freeze_step": 1},
-    "zero_one_adam": {"var_freeze_step": 1, "local_step_clipper": 1},
-    "binsgdm": {},
-}
 
 
 @dataclass(frozen=True)
@@ -73,7 +64,6 @@ class LinkMeasurement:
 def measure_link(
     elements: int,
     *,
-    group: dist.ProcessGroup | None = None,
     device: torch.device | str = "cpu",
     repeats: int = 5,
     ranks_per_node: int = 1,
@@ -82,11 +72,10 @@ def measure_link(
     bucket_mb: float | None = None,
     **options: Any,
 ) -> LinkMeasurement:
-    """Measures one size. A collective: every rank of the group must call it alike.
+    """Measures one size on the default process group. A collective: every rank must call it alike.
 
     Args:
         elements: number of fp32 elements, >= 1.
-        group: process group; None: the default one.
         device: where gradients live.
         repeats: measured repetitions, >= 1; medians are reported.
         ranks_per_node: more than 1 measures the hierarchical exchange.
@@ -116,34 +105,30 @@ def measure_link(
         raise RuntimeError("measure_link() needs an initialised process group; launch with torchrun")
     device = torch.device(device)
     weight = torch.nn.Parameter(torch.zeros(elements, device=device))
-    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(dist.get_rank(group))).to(device)
-    known = find_algorithm(algorithm)
-    optimizer = known.optimizer(
-        [weight],
-        lr=1e-6,
-        force_compression=True,
-        bucket_mb=bucket_mb,
-        timeout=timeout,
-        **_EXCHANGES_SOON[known.name],
-        **options,
-    )  # type: ignore[call-arg]
-    optimizer.configure_communication(group, ranks_per_node=ranks_per_node, timeout=timedelta(seconds=timeout))
+    gradient = torch.randn(elements, generator=torch.Generator().manual_seed(dist.get_rank())).to(device)
+    known = find_algorithm(algorithm).optimizer
+    fixed = {"lr": 1e-6, "force_compression": True, "bucket_mb": bucket_mb, "timeout": timeout, **known.EXCHANGES_SOON}
+    optimizer = known([weight], **fixed, **options)
+    optimizer.configure_communication(None, ranks_per_node=ranks_per_node, timeout=timedelta(seconds=timeout))
     try:
-        exchange, local = _time_exchange(optimizer, weight, gradient, repeats, group)
-        dense = _time_all_reduce(
-            gradient.clone(), int(optimizer.options.bucket_size(exchanged=False) * 2**20 / 4), repeats, group
-        )
+        return _measure(optimizer, weight, gradient, repeats)
     finally:
         _release(optimizer)
-    record = optimizer.ledger.last
+
+
+def _measure(optimizer: OnebitOptimizer, weight: torch.Tensor, gradient: torch.Tensor, repeats: int) -> LinkMeasurement:
+    exchange, local = _time_exchange(optimizer, weight, gradient, repeats)
+    bucket = int(optimizer.options.bucket_size(exchanged=False) * 2**20 / 4)
+    dense = _time_all_reduce(gradient.clone(), bucket, repeats)
+    record, device = optimizer.ledger.last, gradient.device
     assert record is not None
-    medians = torch.tensor([statistics.median(dense), statistics.median(exchange), statistics.median(local)])
-    slowest = medians.to(device if dist.get_backend(group) == "nccl" else "cpu")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    medians = torch.tensor([statistics.median(seconds) for seconds in (dense, exchange, local)])
+    slowest = medians.to(device if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
     dense_s, exchange_s, local_s = slowest.tolist()
     if device.type == "cuda":
         local_s = math.nan
-    return LinkMeasurement(elements, dense_s, exchange_s, local_s, record.dense_bytes, record.bytes_sent)
+    return LinkMeasurement(gradient.numel(), dense_s, exchange_s, local_s, record.dense_bytes, record.bytes_sent)
 
 
 def _release(optimizer: OnebitOptimizer) -> None:
@@ -158,18 +143,13 @@ def _release(optimizer: OnebitOptimizer) -> None:
 
 
 def _time_exchange(
-    optimizer: OnebitOptimizer,
-    weight: torch.Tensor,
-    gradient: torch.Tensor,
-    repeats: int,
-    group: dist.ProcessGroup | None,
+    optimizer: OnebitOptimizer, weight: torch.Tensor, gradient: torch.Tensor, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Seconds of whole compressed steps, and of their kernels."""
     exchange, local = [], []
     # the dense step, the first exchange, and one for the memory to be touched come before those that count
     for turn in range(3 + repeats):
         weight.grad = gradient.clone()
-        _settle(gradient.device, group)
         seconds = _timed(optimizer.step, gradient.device)
         record = optimizer.ledger.last
         assert record is not None
@@ -179,35 +159,30 @@ def _time_exchange(
     return exchange, local
 
 
-def _time_all_reduce(
-    flat: torch.Tensor, bucket_elements: int, repeats: int, group: dist.ProcessGroup | None
-) -> list[float]:
+def _time_all_reduce(flat: torch.Tensor, bucket_elements: int, repeats: int) -> list[float]:
     """Seconds of dense averaging in buckets, all of them under way at once as in the warm-up."""
     buckets = flat.split(max(1, bucket_elements))
 
     def average() -> None:
-        for work in [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]:
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
             work.wait()
 
-    seconds = []
-    for _ in range(repeats + 1):
-        _settle(flat.device, group)
-        seconds.append(_timed(average, flat.device))
-    return seconds[1:]
+    return [_timed(average, flat.device) for _ in range(repeats + 1)][1:]
 
 
 def _timed(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds of a call that all ranks begin together, until the device has done its work."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    wait()
+    dist.barrier()
     start = time.perf_counter()
     call()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    wait()
     return time.perf_counter() - start
-
-
-def _settle(device: torch.device, group: dist.ProcessGroup | None) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    dist.barrier(group=group)
 
 
 def break_even(measurements: Sequence[LinkMeasurement]) -> float | None:
@@ -270,33 +245,31 @@ def advice(measurements: Sequence[LinkMeasurement]) -> str:
 
 def table(measurements: Sequence[LinkMeasurement]) -> str:
     """The measurements as text."""
-    lines = [f"{'elements':>12}{'all-reduce ms':>15}{'exchange ms':>13}{'of it local':>13}{'bytes':>9}{'speed-up':>10}"]
+    rows = [("elements", "all-reduce ms", "exchange ms", "of it local", "bytes", "speed-up")]
     for m in measurements:
-        local = "-" if math.isnan(m.local_seconds) else f"{m.local_seconds * 1e3:.2f}"
-        lines.append(
-            f"{m.elements:>12,}{m.dense_seconds * 1e3:>15.2f}{m.exchange_seconds * 1e3:>13.2f}{local:>13}"
-            f"{m.dense_bytes / max(1, m.exchange_bytes):>8.1f}x{m.speedup:>9.2f}x"
-        )
-    return "\n".join(lines)
+        dense, exchange, local = (f"{1e3 * s:.2f}" for s in (m.dense_seconds, m.exchange_seconds, m.local_seconds))
+        saved = f"{m.dense_bytes / max(1, m.exchange_bytes):.1f}x"
+        local = "-" if math.isnan(m.local_seconds) else local
+        rows.append((f"{m.elements:,}", dense, exchange, local, saved, f"{m.speedup:.2f}x"))
+    return format_table(rows, (12, 15, 13, 13, 9, 10))
+
+
+#: options of the command that ``measure_link`` has too
+_OPTIONS = ("repeats", "ranks_per_node", "timeout", "algorithm", "kernels", "bucket_mb")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(DEFAULT_SIZES), help="elements")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--backend", choices=("gloo", "nccl"), help="default: nccl where CUDA is available, else gloo")
-    parser.add_argument("--ranks-per-node", type=int, default=1, help="more than 1 measures the hierarchical exchange")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a rank waits for the others")
-    parser.add_argument(
-        "--algorithm",
-        choices=tuple(ALGORITHMS),
-        default="onebit_adam",
-        metavar="NAME",
-        help=f"whose steps to measure: {', '.join(ALGORITHMS)} (%(default)s)",
-    )
-    parser.add_argument("--kernels", choices=BACKENDS, default="auto")
-    parser.add_argument("--block-size", type=int, default=2048)
-    parser.add_argument("--bucket-mb", type=float, help="default: the optimizer's")
+    add = parser.add_argument
+    add("--sizes", type=int, nargs="+", default=list(DEFAULT_SIZES), help="elements")
+    add("--repeats", type=int, default=5)
+    add("--backend", choices=("gloo", "nccl"), help="default: nccl where CUDA is available, else gloo")
+    add("--ranks-per-node", type=int, default=1, help="more than 1 measures the hierarchical exchange")
+    add("--timeout", type=float, default=300.0, help="seconds that a rank waits for the others")
+    said = f"whose steps to measure: {', '.join(ALGORITHMS)} (%(default)s)"
+    add("--algorithm", choices=tuple(ALGORITHMS), default="onebit_adam", metavar="NAME", help=said)
+    add("--kernels", choices=BACKENDS, default="auto")
+    add("--bucket-mb", type=float, help="default: the optimizer's")
 
 
 def _gpu_of(local_rank: int, gpus: int, backend: str) -> torch.device:
@@ -313,16 +286,8 @@ def _gpu_of(local_rank: int, gpus: int, backend: str) -> torch.device:
     return torch.device("cuda", local_rank % gpus)
 
 
-def run(options: argparse.Namespace) -> Outcome:
-    """The command, on every rank; rank 0 has something to say."""
-    for name, counts in (
-        ("--sizes", options.sizes),
-        ("--repeats", [options.repeats]),
-        ("--ranks-per-node", [options.ranks_per_node]),
-    ):
-        for count in counts:
-            check_integer(name, count, least=1)
-    check_number("--timeout", options.timeout, above=0, most=LONGEST_WAIT)
+def _connect(options: argparse.Namespace) -> tuple[str, torch.device]:
+    """Joins the other ranks; returns the backend and this rank's device."""
     if "RANK" not in os.environ:
         raise ValueError(
             "no ranks found: launch on all machines with torchrun, e.g. "
@@ -340,52 +305,35 @@ def run(options: argparse.Namespace) -> Outcome:
     # NCCL guesses a rank's device where it is not told
     known = device if backend == "nccl" else None
     dist.init_process_group(backend, timeout=timedelta(seconds=options.timeout), device_id=known)
+    return backend, device
+
+
+def run(options: argparse.Namespace) -> Outcome:
+    """The command, on every rank; rank 0 has something to say."""
+    counts = [("--sizes", size) for size in options.sizes]
+    for name, count in [*counts, ("--repeats", options.repeats), ("--ranks-per-node", options.ranks_per_node)]:
+        check_integer(name, count, least=1)
+    check_number("--timeout", options.timeout, above=0, most=LONGEST_WAIT)
+    backend, device = _connect(options)
+    shared = {name: getattr(options, name) for name in _OPTIONS}
     try:
         results = []
         for size in options.sizes:
-            results.append(
-                measure_link(
-                    size,
-                    device=device,
-                    repeats=options.repeats,
-                    ranks_per_node=options.ranks_per_node,
-                    timeout=options.timeout,
-                    algorithm=options.algorithm,
-                    kernels=options.kernels,
-                    block_size=options.block_size,
-                    bucket_mb=options.bucket_mb,
-                )
-            )
+            results.append(measure_link(size, device=device, **shared))
             if dist.get_rank() == 0:
-                with suppress(BrokenPipeError):  # whoever read it has gone; the other ranks are still at work
+                with suppress(BrokenPipeError):  # the reader has gone; the other ranks are still at work
                     sys.stderr.write(f"measured {size:,} elements\n")
         if dist.get_rank() != 0:
             return Outcome(0, "", {})
         world = f"{dist.get_world_size()} ranks, {backend}, {device.type}, torch {torch.__version__}"
     finally:
         disconnect()
-    rows = [{**asdict(r), "speedup": r.speedup} for r in results]
+    said = advice(results)
     facts = {
         "setting": world,
         "algorithm": options.algorithm,
-        "sizes": rows,
+        "sizes": [{**asdict(r), "speedup": r.speedup} for r in results],
         "break_even_elements": break_even(results),
+        "advice": said,
     }
-    said = advice(results)
-    return Outcome(0, f"{world}\n{table(results)}\n{fill(said)}", {**facts, "advice": said})
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """``python -m lightning_onebit.bench``; returns the exit status."""
-    parser = Parser(
-        prog="python -m lightning_onebit.bench",
-        description=fill(__doc__ or ""),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    add_arguments(parser)
-    add_json(parser)
-    return execute(parser, run, parser.parse_args(arguments))
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    return Outcome(0, f"{world}\n{table(results)}\n{fill(said)}", facts)

@@ -6,28 +6,19 @@ import argparse
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 
-from lightning_onebit import __version__, bench, doctor
+from lightning_onebit import __version__
 from lightning_onebit._choices import Overlap, choices
-from lightning_onebit._console import Outcome, Parser, add_json, execute, fill
-from lightning_onebit.planner import LARGEST, Cluster, Job, fit_compute, format_seconds, plan, plot
+from lightning_onebit._text import fill, format_seconds
 from lightning_onebit.registry import ALGORITHMS, find_algorithm
+from lightning_onebit.tools import bench, doctor
+from lightning_onebit.tools.cluster import LARGEST
+from lightning_onebit.tools.console import Outcome, Parser, add_json, execute
+from lightning_onebit.tools.plan import Cluster, Job, fit_compute, plan, plot
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12}
-_JOB_OPTIONS = (
-    *(
-        "params",
-        "steps",
-        "warmup",
-        "gradient_bytes",
-        "hidden",
-        "overlap",
-        "block_size",
-        "bucket_mb",
-    ),
-    *("var_update_scaler", "local_step_scaler", "local_step_clipper"),
-)
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
@@ -103,74 +94,41 @@ def _algorithms(text: str) -> list[str]:
 
 def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     model = parser.add_argument_group("model and schedule")
-    model.add_argument("--params", type=parse_count, required=True, help="number of parameters, e.g. 336M")
+    add = model.add_argument
+    add("--params", type=parse_count, required=True, help="number of parameters, e.g. 336M")
     compute = model.add_mutually_exclusive_group(required=True)
-    compute.add_argument(
-        "--compute-ms", type=_number(0), help="milliseconds of a step on one GPU, without any communication"
-    )
-    compute.add_argument(
-        "--dense-ms", type=_number(0, above=True), help="instead: milliseconds of a step of `ddp` on this very cluster"
-    )
-    model.add_argument("--steps", type=_whole(1), default=Job.steps, help="optimizer steps of the run (%(default)s)")
-    model.add_argument(
-        "--warmup",
-        type=_number(0, 1),
-        default=Job.warmup,
-        help="share of dense steps, one at least (%(default)s); 0/1 Adam: until the freeze",
-    )
-    model.add_argument(
-        "--gradient-bytes",
-        type=int,
-        choices=(2, 4),
-        default=Job.gradient_bytes,
-        help="in the warm-up: 4, or 2 for 16-bit parameters",
-    )
-    model.add_argument(
-        "--hidden",
-        type=_number(0, 1),
-        default=Job.hidden,
-        help="share of compute behind which dense averaging hides (%(default)s)",
-    )
-    model.add_argument("--overlap", choices=choices(Overlap), default=Job.overlap, help="option of the optimizer")
-    model.add_argument("--block-size", type=_whole(32), default=Job.block_size, help="option of the optimizer")
-    model.add_argument(
-        "--bucket-mb", type=_number(0, above=True), default=Job.bucket_mb, help="option of the optimizer"
-    )
-    model.add_argument(
-        "--var-update-scaler", type=_whole(1), default=Job.var_update_scaler, help="0/1 Adam's (%(default)s)"
-    )
-    model.add_argument("--local-step-scaler", type=_whole(1), help="0/1 Adam's (default: a fifth of the steps)")
-    model.add_argument("--local-step-clipper", type=_whole(1), default=Job.local_step_clipper, help="0/1 Adam's")
-    cluster = parser.add_argument_group("cluster")
-    cluster.add_argument("--gpus", type=_whole(1), required=True, help="number of ranks")
-    cluster.add_argument("--gpus-per-node", type=_whole(1), default=1, help="that share one network card (1)")
-    cluster.add_argument(
-        "--bandwidth", type=parse_rate, required=True, help="what a node's network card really carries, e.g. 4.1Gbps"
-    )
-    cluster.add_argument(
-        "--intra-bandwidth", type=parse_rate, default=Cluster.intra_bandwidth, help="within a node (100Gbps)"
-    )
-    cluster.add_argument(
-        "--latency-us",
-        type=_number(0),
-        default=1e6 * Cluster.latency,
-        help="microseconds of a message between nodes (50)",
-    )
-    cluster.add_argument(
-        "--memory-bandwidth",
-        type=parse_rate,
-        default=8 * Cluster.memory_bandwidth,
-        help="of a rank's memory, e.g. 500GB/s (the default)",
-    )
-    parser.add_argument(
-        "--algorithm",
-        type=_algorithms,
-        default="all",
-        help="'all' (default), or names separated by commas: " + ", ".join(ALGORITHMS),
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="draw speed-up over bandwidth and time over GPUs (needs matplotlib)"
-    )
+    said = "milliseconds of a step on one GPU, without any communication"
+    compute.add_argument("--compute-ms", type=_number(0), help=said)
+    said = "instead: milliseconds of a step of `ddp` on this very cluster"
+    compute.add_argument("--dense-ms", type=_number(0, above=True), help=said)
+    add("--steps", type=_whole(1), default=Job.steps, help="optimizer steps of the run (%(default)s)")
+    said = "share of dense steps, one at least (%(default)s); 0/1 Adam: until the freeze"
+    add("--warmup", type=_number(0, 1), default=Job.warmup, help=said)
+    said = "in the warm-up: 4, or 2 for 16-bit parameters"
+    add("--gradient-bytes", type=int, choices=(2, 4), default=Job.gradient_bytes, help=said)
+    said = "share of compute behind which dense averaging hides (%(default)s)"
+    add("--hidden", type=_number(0, 1), default=Job.hidden, help=said)
+    add("--overlap", choices=choices(Overlap), default=Job.overlap, help="option of the optimizer")
+    add("--bucket-mb", type=_number(0, above=True), default=Job.bucket_mb, help="option of the optimizer")
+    add("--var-update-scaler", type=_whole(1), default=Job.var_update_scaler, help="0/1 Adam's (%(default)s)")
+    add("--local-step-scaler", type=_whole(1), help="0/1 Adam's (default: a fifth of the steps)")
+    add("--local-step-clipper", type=_whole(1), default=Job.local_step_clipper, help="0/1 Adam's")
+
+    add = parser.add_argument_group("cluster").add_argument
+    add("--gpus", type=_whole(1), required=True, help="number of ranks")
+    add("--gpus-per-node", type=_whole(1), default=1, help="that share one network card (1)")
+    said = "what a node's network card really carries, e.g. 4.1Gbps"
+    add("--bandwidth", type=parse_rate, required=True, help=said)
+    add("--intra-bandwidth", type=parse_rate, default=Cluster.intra_bandwidth, help="within a node (100Gbps)")
+    said = "microseconds of a message between nodes (50)"
+    add("--latency-us", type=_number(0), default=1e6 * Cluster.latency, help=said)
+    said = "of a rank's memory, e.g. 500GB/s (the default)"
+    add("--memory-bandwidth", type=parse_rate, default=8 * Cluster.memory_bandwidth, help=said)
+
+    said = "'all' (default), or names separated by commas: " + ", ".join(ALGORITHMS)
+    parser.add_argument("--algorithm", type=_algorithms, default="all", help=said)
+    said = "draw speed-up over bandwidth and time over GPUs (needs matplotlib)"
+    parser.add_argument("--plot", type=Path, metavar="FILE", help=said)
 
 
 def _plan(options: argparse.Namespace) -> Outcome:
@@ -182,7 +140,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
         latency=options.latency_us / 1e6,
         memory_bandwidth=options.memory_bandwidth / 8,
     )
-    own = {name: getattr(options, name) for name in _JOB_OPTIONS}
+    own = {field.name: getattr(options, field.name) for field in fields(Job) if hasattr(options, field.name)}
     job = Job(compute=(options.compute_ms or 0.0) / 1e3, **own)
     notes = []
     if options.gpus == 1 and options.dense_ms is None and job.compute == 0:
@@ -208,25 +166,17 @@ def _plan(options: argparse.Namespace) -> Outcome:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of the console script."""
     parser = Parser(
-        prog="lightning-onebit",
-        description="Plan, check and measure 1-bit compressed data-parallel training.",
+        prog="lightning-onebit", description="Plan, check and measure 1-bit compressed data-parallel training."
     )
     parser.add_argument("--version", action="version", version=f"lightning-onebit {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="{plan,doctor,bench}")
-    described = {
-        "plan": ("what would compression gain on a cluster?", _plan_arguments, _plan),
-        "doctor": (
-            "what is installed, which kernels will run, do two processes train alike?",
-            doctor.add_arguments,
-            doctor.run,
-        ),
-        "bench": (
-            "does compression pay on this network? (start it with torchrun on all machines)",
-            bench.add_arguments,
-            bench.run,
-        ),
-    }
-    for name, (text, add_arguments, run) in described.items():
+    checks = "what is installed, which kernels will run, do two processes train alike?"
+    measures = "does compression pay on this network? (start it with torchrun on all machines)"
+    for name, text, add_arguments, run in (
+        ("plan", "what would compression gain on a cluster?", _plan_arguments, _plan),
+        ("doctor", checks, doctor.add_arguments, doctor.run),
+        ("bench", measures, bench.add_arguments, bench.run),
+    ):
         command = commands.add_parser(name, help=text, description=text)
         add_arguments(command)
         add_json(command)
@@ -238,7 +188,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; returns the exit status: 0, 1 if a check has failed, 2 for arguments that make no sense."""
     options = build_parser().parse_args(arguments)
     return execute(options.parser, options.run, options)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
