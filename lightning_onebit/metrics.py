@@ -150,8 +150,8 @@ class CommunicationTime(_OnebitMetric):
 class ResidualNorm(_OnebitMetric):
     """Norm of the worker residual relative to the norm of the momentum: the mean over updates and ranks (float64, 0-d).
 
-    What compression still owes. It settles at a constant of about 1 in a healthy run; a value that keeps growing says
-    that the errors are no longer paid back. 0.0 before the first update.
+    The compression error that later steps have to send. It stays near a constant of about 1 in a healthy run; a value that
+    keeps growing says that the errors are no longer corrected. 0.0 before the first update.
 
     Example:
         >>> metric = ResidualNorm()
