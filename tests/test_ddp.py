@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import counting, run_ranks
+from harness import counting, grouped, run_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -208,8 +208,8 @@ def refuse(rank: int, world: int) -> None:
     def wrapped(**options: Any) -> DistributedDataParallel:
         return DistributedDataParallel(net(), **options)
 
-    def adam(model: nn.Module, **exchange: Any) -> OnebitAdam:
-        return OnebitAdam(model.parameters(), freeze_step=2, exchange=ExchangeOptions(**exchange))
+    def adam(model: nn.Module, **options: Any) -> OnebitAdam:
+        return OnebitAdam(model.parameters(), **grouped({"freeze_step": 2, **options}))
 
     model = wrapped()
     with pytest.raises(

@@ -85,7 +85,7 @@ def test_a_keyword_that_has_a_counterpart_is_refused_with_it(
 @pytest.mark.parametrize(
     ("make", "keyword", "remedy"),
     [
-        (strategy_class, {"freez_step": 3}, "did you mean freeze_step or"),
+        (strategy_class, {"freez_step": 3}, "did you mean freeze_step?"),
         (strategy_class, {"find_unused_params": True}, "find_unused_parameters"),
         (strategy_class, {"lr": 0.1}, "`self.trainer.strategy.optimizer(params, lr=0.1)`"),
         (strategy_class, {"block_size": 64}, "give `exchange=ExchangeOptions(block_size=64)` to the strategy"),

@@ -122,7 +122,7 @@ def test_variants_of_binsgdm_run_at_its_rate_which_is_searched() -> None:
 def test_every_rule_of_the_library_can_be_built(name: str) -> None:
     def make(group: Any) -> str:
         params = [torch.nn.Parameter(torch.ones(5))]
-        return rules.RULES[name].make(params, 1e-3, TINY, group).algorithm
+        return rules.RULES[name].make(params, 1e-3, replace(TINY, steps=40), group).algorithm
 
     algorithms = SimulatedWorld(2).run(make)
     assert algorithms[0] == algorithms[1] and name.startswith(algorithms[0])
