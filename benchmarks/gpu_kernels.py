@@ -287,7 +287,6 @@ def measure_others(clock: Clock, report: Report, kernels: Any, model: Model) -> 
                 g=g,
                 m=flats[0],
                 a=size,
-                phi=0.5,
                 key=worker,
                 first_block=0,
                 out=signs,

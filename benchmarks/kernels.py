@@ -144,7 +144,6 @@ class Case:
                         g=[self.g],
                         m=self.m,
                         a=self.v,
-                        phi=0.5,
                         key=(1, 2, 3),
                         first_block=0,
                         out=self.bits,

@@ -105,14 +105,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 def in_the_oracles_letters(algorithm: str, options: dict[str, Any]) -> dict[str, Any]:
     """Flat options of an optimizer as what the oracle of its algorithm takes."""
     settings = {LETTERS.get(k, k): v for k, v in options.items()}
-    for without_effect in ("bucket_mb", "kernels", "seed"):
+    # (BinSGDM sends no scales, so its blocks have no effect)
+    for without_effect in ("bucket_mb", "kernels", "seed", *(("block_size",) if algorithm == "binsgdm" else ())):
         settings.pop(without_effect, None)
     if "betas" in settings:
         settings["b1"], settings["b2"] = settings.pop("betas")
     if settings.pop("recipe", "default") == "published":
         settings |= PUBLISHED[algorithm]
         if algorithm == "binsgdm":
-            settings = {"phi": 0.0, "ba": settings.get("b", 0.7), **settings}
+            settings = {"ba": settings.get("b", 0.7), **settings}
     if "trust_clip" in settings:
         settings["min_coeff"], settings["max_coeff"] = settings.pop("trust_clip")
     if "coefficients" in settings:

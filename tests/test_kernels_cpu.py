@@ -171,14 +171,13 @@ def run_other_algorithms(
     note(m, u, anchor, *x)
 
     key = (int(rng.integers(2**32)), int(rng.integers(2**32)), int(rng.integers(2**32)))
-    phi = float(rng.choice([0.0, 0.5, 1.0]))
     first_block = int(rng.integers(2**33))
     m, a = flats[3].clone(), positive[4].clone()
     out = Packed.empty(world, chunk, size, has_scales=False)
     g = flats[5] if g_kind == "flat" else gradients
     kernels.sample(
         *(bucket, 0, blocks),
-        **dict(factors=factors[:5].clone(), g=g, m=m, a=a, phi=phi, key=key, first_block=first_block, out=out),
+        **dict(factors=factors[:5].clone(), g=g, m=m, a=a, key=key, first_block=first_block, out=out),
     )
     note(m, a, out.raw)
     live = torch.zeros((blocks, words), dtype=torch.int32)

@@ -129,7 +129,7 @@ def sampled(y: torch.Tensor, a: torch.Tensor, steps: int, copies: int = 100, str
         key = draw_key(0, step, 0, WORKER_STREAM, stratified)
         kernels.sample(
             *(bucket, 0, copies),
-            **dict(factors=factors, g=[None], m=m, a=magnitude, phi=0.0, key=key, first_block=0, out=out),
+            **dict(factors=factors, g=[None], m=m, a=magnitude, key=key, first_block=0, out=out),
         )
         bits = np.unpackbits(out.words.contiguous().numpy().view(np.uint8), bitorder="little")
         # bit k of word j is element k*W + j
@@ -167,7 +167,7 @@ def votes(group: Any, rank: int, world: int, recipe: str, steps: int) -> Any:
     """What the server made of all workers' votes, and what this one's were drawn for: ``(ubar, clip(m_i/a_i))`` per step."""
     p = torch.nn.Parameter(torch.zeros(2000))
     exchange = ExchangeOptions(process_group=group)
-    optimizer = BinSGDM([p], lr=1.0, recipe=recipe, denominator_floor=0.0, exchange=exchange)
+    optimizer = BinSGDM([p], lr=1.0, recipe=recipe, exchange=exchange)
     draws = torch.Generator().manual_seed(rank)
     out = []
     for _ in range(steps):
@@ -303,30 +303,6 @@ def test_every_live_coordinate_moves_by_lr_and_stays_within_lr_times_t() -> None
         torch.testing.assert_close((b - a).abs(), torch.full((300,), 0.01), rtol=1e-4, atol=1e-6)
 
 
-def once(group: Any, rank: int, world: int, phi: float, alone: bool) -> Any:
-    """How far each coordinate gets: the first half has a gradient in step 1 only, the other half in every step."""
-    p = torch.nn.Parameter(torch.zeros(128))
-    exchange = ExchangeOptions(_alone=alone, process_group=group)
-    optimizer = BinSGDM([p], lr=1.0, recipe="published", denominator_floor=phi, exchange=exchange)
-    for t in range(60):
-        p.grad = torch.ones(128)
-        if t:
-            p.grad[:64] = 0.0
-        optimizer.step()
-    return p.detach().clone()
-
-
-@pytest.mark.parametrize(("world", "alone"), [(1, False), (1, True), (2, False)])
-def test_the_floor_brings_a_coordinate_to_rest_that_had_a_gradient_once(world: int, alone: bool) -> None:
-    """Without a floor m/a stays 1 for ever, since both decay alike; with it m/c decays and so does what the draws have for a mean."""
-    (without, *_), (floored, *_) = (run_world(once, world, phi, alone) for phi in (0.0, 0.5))
-    assert torch.equal(without, torch.full((128,), -60.0))
-    assert torch.equal(floored[64:], without[64:])
-    # about 1 / (1 - 0.7) steps; where they are drawn, independently, coordinates walk at random about it
-    travelled = floored[:64].mean() if alone or world > 1 else floored[:64]
-    assert (travelled.abs() < 10).all()
-
-
 def spiked(group: Any, rank: int, world: int, recipe: str, alone: bool) -> Any:
     """Where coordinates get that have small gradients and, in step 41, one that is 40 times as large; the first half has none."""
     p = torch.nn.Parameter(torch.zeros(128))
@@ -355,10 +331,10 @@ def test_what_signs_cannot_say_at_once_is_said_by_later_ones(world: int, alone: 
     assert abs(float((kept[159] - kept[110])[~calm].mean())) < 5
 
 
-def test_what_is_kept_is_bounded_and_comes_to_rest_without_a_floor() -> None:
-    """After one gradient in a long silence m is a hundred times a and falls behind it: 330 steps, whatever the floor is."""
+def test_what_is_kept_is_bounded_and_comes_to_rest() -> None:
+    """After one gradient in a long silence m is a hundred times a and falls behind it: 330 steps."""
     p = torch.nn.Parameter(torch.zeros(64))
-    optimizer = BinSGDM([p], lr=1.0, denominator_floor=0.0, exchange=ExchangeOptions(_alone=True, block_size=32))
+    optimizer = BinSGDM([p], lr=1.0, exchange=ExchangeOptions(_alone=True, block_size=32))
     for t in range(3000):
         p.grad = torch.full((64,), float(t in (0, 2400)))
         optimizer.step()
@@ -392,13 +368,10 @@ def test_the_wire_carries_bits_only(recipe: str) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["default", "published"])
-@pytest.mark.parametrize("phi", [None, 0.0, 0.3])
-def test_a_single_process_steps_by_m_over_c_itself(phi: float | None, recipe: str) -> None:
-    """Magnitudes are remembered a hundred times as long as the momentum by the default recipe, and floored by their root mean square."""
-    options = {"lr": 0.01, "beta": 0.8, "weight_decay": 0.1, "denominator_floor": phi, "recipe": recipe}
-    options |= {"block_size": 64}
+def test_a_single_process_steps_by_m_over_a_itself(recipe: str) -> None:
+    """Magnitudes are remembered a hundred times as long as the momentum by the default recipe."""
+    options = {"lr": 0.01, "beta": 0.8, "weight_decay": 0.1, "recipe": recipe, "block_size": 64}
     default = recipe == "default"
-    phi = float(default) if phi is None else phi
     made = Problem(6, options, shapes=SMALL, algorithm="binsgdm", cold=50)
     params = made.parameters()
     optimizer = made.build(params)
@@ -414,12 +387,8 @@ def test_a_single_process_steps_by_m_over_c_itself(phi: float | None, recipe: st
             w, wa = share(0.8, t + 1), share(0.998 if default else 0.8, t + 1)
             m = (1 - w) * sent + ((1 - wa) if default else (1 - w)) * excess + w * g
             a = (1 - wa) * a + wa * np.abs(g)
-            blocks = [a.ravel()[i : i + 64] for i in range(0, a.size, 64)]
-            c = np.concatenate([np.maximum(b, phi * np.sqrt(np.mean(b**2))) for b in blocks] or [a.ravel()]).reshape(
-                a.shape
-            )
-            y = np.divide(m, c, out=np.zeros_like(m), where=c != 0)
-            sent = np.clip(m, -c, c)
+            y = np.divide(m, a, out=np.zeros_like(m), where=a != 0)
+            sent = np.clip(m, -a, a)
             excess = m - sent
             x = x - 0.01 * 0.1 * x - 0.01 * np.clip(y, -1, 1)
         close(p.detach(), x.ravel(), 0.01)
@@ -503,9 +472,6 @@ def test_a_checkpoint_between_a_groups_joining_and_the_next_step_changes_nothing
         ({"lr": -1.0}, ValueError, "lr=-1.0"),
         ({"betas": (0.9, 0.99)}, TypeError, "betas"),
         ({"freeze_step": 3}, TypeError, "freeze_step"),
-        ({"denominator_floor": -0.1}, ValueError, "denominator_floor=-0.1"),
-        ({"denominator_floor": 1.5}, ValueError, "denominator_floor=1.5"),
-        ({"denominator_floor": "1"}, TypeError, "denominator_floor='1' must be a number or None"),
         ({"server": "random"}, TypeError, "server='random'"),
     ],
 )

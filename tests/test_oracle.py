@@ -348,7 +348,7 @@ def draws(t: int, who: int | str, l: int) -> np.ndarray:
 def test_binsgdm_update_is_lr_times_an_unbiased_estimate_of_the_mean_of_m_over_a() -> None:
     n, steps, lr = 4, 400, 0.5
     total, expected = np.zeros(70), np.zeros(70)
-    ours = BinSGDM([np.zeros(70)], n, uniform=lambda t, i, l: draws(t, i, 3), lr=lr, ba=0.7, phi=0.0, server="random")
+    ours = BinSGDM([np.zeros(70)], n, uniform=lambda t, i, l: draws(t, i, 3), lr=lr, ba=0.7, server="random")
     for t in range(steps):
         before = ours.x[0].copy()
         ours.step([[worker[3]] for worker in gradients(t, n)])

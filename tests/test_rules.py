@@ -112,7 +112,7 @@ def test_compressed_rules_run_at_the_rate_of_their_twin_and_tasks_of_the_same_mo
 
 
 def test_variants_of_binsgdm_run_at_its_rate_which_is_searched() -> None:
-    rule, variant = rules.RULES["binsgdm"], rules.RULES["binsgdm_no_floor"]
+    rule, variant = rules.RULES["binsgdm"], rules.RULES["binsgdm_published"]
     assert rules.wanted("T1short", rule, []) == [(1e-3, 0)] and rules.wanted("T1short", variant, []) == []
     runs = [run(1e-3 * f, 5.0 + (f != 1), rule="binsgdm") for f in (0.5, 1, 2)]
     assert rules.wanted("T1short", variant, runs) == [(1e-3, seed) for seed in rules.SEEDS]

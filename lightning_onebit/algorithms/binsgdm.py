@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lightning_onebit._choices import Recipe, choices
 from lightning_onebit.algorithms.moments import decay
-from lightning_onebit.comm import Bucket, memory_order
+from lightning_onebit.comm import Bucket
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.codec import Codec, Guarded
 from lightning_onebit.engine.optimizer import OnebitOptimizer
@@ -34,23 +34,19 @@ class BinSGDMOptions(Options):
     """Options of BinSGDM.
 
     Attributes:
-        recipe: ``"default"``, or ``"published"``: one beta for both averages, a server that draws, independent draws, what a sign cannot
-            say is dropped, and no floor.
-        denominator_floor: ``phi``, in ``[0, 1]``; None: 1, or 0 by the published recipe. Without it a coordinate that had a gradient once
-            goes on at full speed until its ``a`` underflows, since m and a decay alike.
+        recipe: ``"default"``, or ``"published"``: one beta for both averages, a server that draws, independent draws, and what a sign
+            cannot say is dropped.
         seed: seed of the draws, the same on every rank.
         max_grad_norm: see ``Options``.
     """
 
     recipe: Recipe = "default"
-    denominator_floor: float | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Checks every option."""
         super().__post_init__()
         check_choice("recipe", self.recipe, choices(Recipe))
-        check_number("denominator_floor", self.denominator_floor, least=0, most=1, optional=True)
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"seed={self.seed!r} must be an integer, not {type(self.seed).__name__}")
 
@@ -58,11 +54,6 @@ class BinSGDMOptions(Options):
     def published(self) -> bool:
         """Whether the rule is the paper's."""
         return self.recipe == "published"
-
-    @property
-    def phi(self) -> float:
-        """The floor, whether given or the recipe's."""
-        return float(not self.published) if self.denominator_floor is None else float(self.denominator_floor)
 
 
 class Binary(Rule):
@@ -88,15 +79,14 @@ class Binary(Rule):
     # ----- the rule ----------------------------------------------------------------------------------------------------
 
     def dense(self, s: Group) -> None:
-        """``x -= lr wd x + lr clip(m/c)``: the same direction, averaged instead of drawn."""
+        """``x -= lr wd x + lr clip(m/a)``: the same direction, averaged instead of drawn."""
         lr, beta = s.of["lr"], s.of["beta"]
         for p, x, g, m, a in zip(map(s.step.facts, s.indices), s.x, s.g, s["m"], s["a"], strict=True):
             g = g.float()
             m.lerp_(g, _share(beta, p.t + 1))
             a.lerp_(g.abs(), _share(self.magnitude_beta(p), p.t + 1))
-            c = torch.maximum(a, self._least(a))
-            direction = torch.where(c > 0, m / torch.where(c > 0, c, 1.0), 0.0).clamp_(-1.0, 1.0)
-            m.add_(m - m.clamp(-c, c), alpha=self.overflow(p, ahead=1))
+            direction = torch.where(a > 0, m / torch.where(a > 0, a, 1.0), 0.0).clamp_(-1.0, 1.0)
+            m.add_(m - m.clamp(-a, a), alpha=self.overflow(p, ahead=1))
             x.mul_(1 - lr * s.of["weight_decay"]).add_(direction, alpha=-lr)
 
     def magnitude_beta(self, p: Facts) -> float:
@@ -109,19 +99,6 @@ class Binary(Rule):
             return 0.0
         after = max(1, p.t + ahead) + 1
         return max(0.0, (1 - _share(self.magnitude_beta(p), after)) / (1 - _share(p["beta"], after)) - 1)
-
-    def _least(self, a: Tensor) -> Tensor:
-        """Least denominators of a parameter, with the shape and strides of ``a``: phi times the root mean square of a's blocks."""
-        size, phi, least = self.kept.exchange.block_size, self.options.phi, torch.zeros_like(a)
-        if phi == 0 or a.numel() == 0:
-            return least
-        whole = a.numel() // size * size
-        for values, floors in zip(
-            memory_order(a).split(whole or size), memory_order(least).split(whole or size), strict=True
-        ):
-            blocks = values.view(-1, min(size, values.numel()))
-            floors.view(blocks.shape).copy_(phi * blocks.square().mean(1, keepdim=True).sqrt())
-        return least
 
     def codec(self, step: Step) -> Codec:
         """See the base: votes."""
@@ -284,7 +261,6 @@ class Votes(Codec):
             m=s["m"],
             a=s["a"],
             # a hierarchical exchange has the nodes for workers, and each element of a node is drawn by one of its ranks
-            phi=rule.options.phi,
             key=self._key(ranks.node, WORKER_STREAM),
             first_block=bucket.first_block + lo,
             out=out,
@@ -360,14 +336,13 @@ class BinSGDM(OnebitOptimizer):
     ::
 
         worker:  m_i, a_i = averages of g_i and of |g_i|      # weights fall by beta and by ba = 1 - (1-beta)/100 per step
-                 c_i = max(a_i, phi*rms(a_i))                 # rms over a block of a_i
-                 u_i = Q(clip(m_i/c_i, -1, 1))                # Q(y) = +1 with probability (1+y)/2, else -1
+                 u_i = Q(clip(m_i/a_i, -1, 1))                # Q(y) = +1 with probability (1+y)/2, else -1
                  what the clip takes from m_i falls by ba per step instead of beta, until it has been sent
         server:  z = (1/n) sum_i u_i + d ;  ubar = sign(z) ;  d = z - ubar
         all:     x -= lr*wd*x + lr*ubar
 
     Source: BinSGDM (ICLR 2023 submission), published as Birder (NeurIPS 2023). There (``recipe="published"``), one beta serves both
-    averages, phi is 0, what the clip takes is lost, and the server draws, ``ubar = Q((1/n) sum_i u_i)``. Draws of successive steps are
+    averages, what the clip takes is lost, and the server draws, ``ubar = Q((1/n) sum_i u_i)``. Draws of successive steps are
     spread evenly here, so that what a coordinate is moved by in several steps adds up to nearly the sum of its ``m/c``; the
     paper's are independent. docs/differences says why.
 

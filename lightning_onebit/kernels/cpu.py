@@ -45,7 +45,7 @@ from lightning_onebit.kernels.residual import Residual, take_off
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 16
+ABI = 17
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -269,7 +269,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "lamb_update": (_LONG, _LONG, *_SPANS, *_PAYLOAD, _POINTER, *_PAYLOAD, *_STATE, *[_POINTER] * 3),
     "lamb_apply": (_LONG, _LONG, *_SPANS, *_PAYLOAD, *_STATE, *[_POINTER] * 3),
     "local_step": (_LONG, _LONG, *_SPANS, *[_POINTER] * 4, *_STATE, _POINTER, _POINTER),
-    "sample": (_LONG, _LONG, *[_POINTER] * 3, *_SPANS, _POINTER, _POINTER, _FLOAT, *_KEY, _LONG, *_PAYLOAD),
+    "sample": (_LONG, _LONG, *[_POINTER] * 3, *_SPANS, _POINTER, _POINTER, *_KEY, _LONG, *_PAYLOAD),
     "vote": (_LONG, _INT, *_PAYLOAD, _POINTER, *_KEY, _LONG, _POINTER, _POINTER),
     "apply_votes": (_LONG, _LONG, *_SPANS, _POINTER, _POINTER, _POINTER, _POINTER),
     "mark_live": (_LONG, _LONG, *[_POINTER] * 3),
@@ -715,12 +715,11 @@ class CpuKernels(ReferenceKernels):
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
-        phi: float,
         key: DrawKey,
         first_block: int,
         out: Packed,
     ) -> None:
-        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then drawn signs of ``m / max(a, phi * rms(a))``, in one pass over memory.
+        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then drawn signs of ``m / a``, in one pass over memory.
 
         What signs cannot express stays in m (see the reference).
         """
@@ -739,7 +738,7 @@ class CpuKernels(ReferenceKernels):
         self._call(
             "sample",
             *(size, blocks, lengths, _address(factors, "factors", 5 * blocks), flat_g, *spans_g),
-            *(_address(m, "m", elements), _address(a, "a", elements), phi, *key, first_block),
+            *(_address(m, "m", elements), _address(a, "a", elements), *key, first_block),
             *_payload(out, "out", blocks, size, scales=False),
         )
 

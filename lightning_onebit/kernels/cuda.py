@@ -762,12 +762,11 @@ class CudaKernels(ReferenceKernels):
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
-        phi: float,
         key: DrawKey,
         first_block: int,
         out: Packed,
     ) -> None:
-        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m / max(a, phi * rms(a)))``; what signs cannot express stays in m."""
+        """``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m / a)``; what signs cannot express stays in m."""
         size, blocks = bucket.block_size, hi - lo
         flat, bound = 0, None
         if isinstance(g, Tensor):
@@ -780,9 +779,9 @@ class CudaKernels(ReferenceKernels):
         arguments = (
             *(self._lengths(bucket, lo), self._address(factors, "factors", 5 * blocks), flat, *tables),
             *(self._address(m, "m", blocks * size), self._address(a, "a", blocks * size)),
-            *(np.float32(phi), *key, first_block, *self._payload(out, "out", blocks, size, has_scales=False)),
+            *(*key, first_block, *self._payload(out, "out", blocks, size, has_scales=False)),
         )
-        self._launch("sample", m.device, size, blocks, arguments, accumulators=1)
+        self._launch("sample", m.device, size, blocks, arguments)
 
     def vote(
         self,

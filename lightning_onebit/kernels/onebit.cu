@@ -1139,12 +1139,12 @@ DEVICE float uniform(u32 h) {  // exact
   return mul(static_cast<float>(static_cast<int>(h >> 9) * 2 + 1 - (1 << 23)), 1.1920928955078125e-7f);
 }
 
-// m = b1*m + o1*g ; a = b2*a + o2*|g| (factors: rows b1, o1, b2, o2, share) ; bit: not m > c*U with c = max(a, phi * rms of the
-// block's a) ; m = m + share*(m - clip(m, -c, c))
+// m = b1*m + o1*g ; a = b2*a + o2*|g| (factors: rows b1, o1, b2, o2, share) ; bit: not m > a*U ; m = m + share*(m - clip(m, -a, a))
 KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const float* factors, const float* g,
-                     const int* block_span, const Span* spans, float* m, float* a, float phi, i64 key0, i64 key1, i64 key2,
-                     i64 first_block, char* out_raw, i64 out_stride, i64 out_per_row, char* scratch) {
+                     const int* block_span, const Span* spans, float* m, float* a, i64 key0, i64 key1, i64 key2,
+                     i64 first_block, char* out_raw, i64 out_stride, i64 out_per_row) {
   const Here h = here(block_size, blocks);
+  if (!h.live) return;
   const Bits out = bits_of_block(out_raw, out_stride, out_per_row, h.block, h.lanes, false);
   const int length = lengths[h.block];
   const i64 start = h.block * block_size;
@@ -1153,11 +1153,10 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
   const float keep_size = factors[2 * blocks + h.block], take_size = factors[3 * blocks + h.block];
   const float share = factors[4 * blocks + h.block];
   const u32 seed = hash_of_block(first_block + h.block, key0);
-  float* acc = accumulators(h, scratch, 1);
   const int part = 8;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    float sum = 0.0f;
-    for (int k = 0; h.live && k < kPlanes; k += part) {
+    u32 word = 0;
+    for (int k = 0; k < kPlanes; k += part) {
       float gradient[part], moment[part], size[part];
 #pragma unroll
       for (int q = 0; q < part; ++q) moment[q] = m[start + (k + q) * h.lanes + lane];
@@ -1167,36 +1166,17 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
-        const float va = add(mul(keep_size, size[q]), mul(take_size, as_float(bits_of(gradient[q]) & ~kSign)));
-        m[start + i] = add(mul(keep, moment[q]), mul(take, gradient[q]));
-        a[start + i] = va;
-        sum = add(sum, mul(va, va));
-      }
-    }
-    acc[lane] = sum;
-  }
-  fold_lanes(acc, h);
-  const float least = phi > 0.0f ? scale_of(acc[0], length, phi) : 0.0f;
-  if (!h.live) return;
-  for (int lane = h.t; lane < h.lanes; lane += h.T) {  // each thread reads what it has written itself
-    u32 word = 0;
-    for (int k = 0; k < kPlanes; k += part) {
-      float moment[part], size[part];
-#pragma unroll
-      for (int q = 0; q < part; ++q) moment[q] = m[start + (k + q) * h.lanes + lane];
-#pragma unroll
-      for (int q = 0; q < part; ++q) size[q] = a[start + (k + q) * h.lanes + lane];
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
-        const int i = (k + q) * h.lanes + lane;
-        const float c = size[q] > least ? size[q] : least;
-        const bool positive = moment[q] > mul(c == 0.0f ? 1.0f : c, uniform(draw_of(seed, i, key1, key2)));
+        const float c = add(mul(keep_size, size[q]), mul(take_size, as_float(bits_of(gradient[q]) & ~kSign)));
+        float vm = add(mul(keep, moment[q]), mul(take, gradient[q]));
+        a[start + i] = c;
+        const bool positive = vm > mul(c == 0.0f ? 1.0f : c, uniform(draw_of(seed, i, key1, key2)));
         word |= static_cast<u32>(!positive && i < length) << (k + q);
-        const float magnitude = as_float(bits_of(moment[q]) & ~kSign);
+        const float magnitude = as_float(bits_of(vm) & ~kSign);
         if (share != 0.0f && magnitude > c) {
-          const u32 excess = bits_of(sub(magnitude, c)) | (bits_of(moment[q]) & kSign);
-          m[start + i] = add(moment[q], mul(share, as_float(excess)));
+          const u32 excess = bits_of(sub(magnitude, c)) | (bits_of(vm) & kSign);
+          vm = add(vm, mul(share, as_float(excess)));
         }
+        m[start + i] = vm;
       }
     }
     out.words[lane] = word;

@@ -47,7 +47,7 @@
 
 namespace {
 
-constexpr int kAbi = 16;
+constexpr int kAbi = 17;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -979,43 +979,12 @@ inline void clear_padding(uint32_t* words, int64_t length, int64_t lanes) {
   for (int64_t i = std::max<int64_t>(0, length); i < kPlanes * lanes; ++i) words[i % lanes] &= ~(1u << (i / lanes));
 }
 
-// m = b*m + o*g ; a = b*a + o*|g| ; per lane the sum of a*a
-struct Averages {
-  int64_t lanes;
-  float b1, o1, b2, o2;
-  const float* g;
-  float *m, *a;
-  float* squares;
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
-  template <int N> INLINE void one(int64_t lane) const {
-    F<N> sum{};
-    const float keep = b1, add = o1, keep_size = b2, add_size = o2;
-    float *const to_m = m, *const to_a = a;
-    const float* const from = g;
-    constexpr int kAhead = 512;
-    for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
-      ask<kAhead, true>(to_m + i);
-      ask<kAhead, true>(to_a + i);
-      ask<kAhead>(from + i);
-      const F<N> gradient = load<N>(from + i);
-      const F<N> size = keep_size * load<N>(to_a + i) + add_size * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
-      store<N>(to_m + i, keep * load<N>(to_m + i) + add * gradient);
-      store<N>(to_a + i, size);
-      sum = sum + size * size;
-    }
-    store<N>(squares + lane, sum);
-  }
-};
-
-// negative where not m > c*U with c = max(a, least) (c*U: U where c is 0) ; m = m + keep*(m - clip(m, -c, c))
+// m = b*m + o*g ; a = b*a + o*|g| ; negative where not m > a*U (U where a is 0) ; m = m + keep*(m - clip(m, -a, a))
 struct Sample {
   int64_t lanes;
-  float least, keep;
-  float* m;
-  const float* a;
+  float b1, o1, b2, o2, keep;
+  const float* g;
+  float *m, *a;
   uint32_t per_block;
   const Key& key;
   uint32_t* words;
@@ -1025,22 +994,29 @@ struct Sample {
   }
   template <int N> INLINE void one(int64_t lane) const {
     U<N> word{};
-    const F<N> floor = splat<N>(least);
-    const float share = keep;
-    float* const to_m = m;
+    const float held = b1, add = o1, held_size = b2, add_size = o2, share = keep;
+    float *const to_m = m, *const to_a = a;
+    const float* const from = g;
+    constexpr int kAhead = 512;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
-      const F<N> size = load<N>(a + i);
-      const U<N> above = mask<N>(size > floor);
-      const U<N> held = (bits_as<U<N>>(size) & above) | (bits_as<U<N>>(floor) & ~above);
-      const U<N> empty = mask<N>(bits_as<F<N>>(held) == F<N>{});
-      const U<N> unit = held | (splat_bits<N>(1.0f) & empty);
+      ask<kAhead, true>(to_m + i);
+      ask<kAhead, true>(to_a + i);
+      ask<kAhead>(from + i);
+      const F<N> gradient = load<N>(from + i);
+      const F<N> size = held_size * load<N>(to_a + i) + add_size * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
+      const F<N> moment = held * load<N>(to_m + i) + add * gradient;
+      store<N>(to_a + i, size);
+      const U<N> empty = mask<N>(size == F<N>{});
+      const U<N> unit = bits_as<U<N>>(size) | (splat_bits<N>(1.0f) & empty);
       const F<N> threshold = bits_as<F<N>>(unit) * uniform<N>(draws<N>(per_block, key, i));
-      const F<N> moment = load<N>(to_m + i);
       word = (word >> 1) | (~mask<N>(moment > threshold) & kSign);
-      if (share == 0.0f) continue;
+      if (share == 0.0f) {
+        store<N>(to_m + i, moment);
+        continue;
+      }
       const U<N> sign = bits_as<U<N>>(moment) & kSign;
-      const F<N> most = bits_as<F<N>>(held), magnitude = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(moment) & ~kSign));
-      const U<N> excess = bits_as<U<N>>(magnitude - most) & mask<N>(magnitude > most);
+      const F<N> magnitude = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(moment) & ~kSign));
+      const U<N> excess = bits_as<U<N>>(magnitude - size) & mask<N>(magnitude > size);
       store<N>(to_m + i, moment + share * bits_as<F<N>>(static_cast<U<N>>(excess | sign)));
     }
     store<N>(words + lane, word);
@@ -1453,24 +1429,22 @@ EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, i
 // factors: 5 rows of one fp32 per block (b1, o1, b2, o2, keep); g: flat, or null where the spans are given; out: bits without scales
 EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* factors,
                           const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                          void* const* span_data, const uint8_t* span_dtype, float* m, float* a, float phi, uint32_t k0, uint32_t k1,
+                          void* const* span_data, const uint8_t* span_dtype, float* m, float* a, uint32_t k0, uint32_t k1,
                           uint32_t k2, int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
   const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const Payload out{out_raw, out_stride, out_per_row, false};
   const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch staged(block_size), squares(lanes);
+    Scratch staged(block_size);
     SpanCursor cursor(table, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t at = block * block_size;
       const float* from = g != nullptr ? g + at : whole_block(cursor.at(block), block_size, staged);
       uint32_t* const words = block_of(out, block, lanes).words;
       const auto factor = [&](int row) { return factors[row * blocks + block]; };
-      for_each_tile(lanes, Averages{lanes, factor(0), factor(1), factor(2), factor(3), from, m + at, a + at, squares});
-      const float sum = fold_lanes(squares, lanes);
-      const float least = phi > 0.0f && lengths[block] > 0 ? phi * root<1>(sum / static_cast<float>(lengths[block])) : 0.0f;
-      for_each_tile(lanes, Sample{lanes, least, factor(4), m + at, a + at, key.of_block(first_block + block), key, words});
+      for_each_tile(lanes, Sample{lanes, factor(0), factor(1), factor(2), factor(3), factor(4), from, m + at, a + at,
+                                  key.of_block(first_block + block), key, words});
       clear_padding(words, lengths[block], lanes);
     }
   });

@@ -441,16 +441,14 @@ class ReferenceKernels:
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
-        phi: float,
         key: counter_rng.DrawKey,
         first_block: int,
         out: Packed,
     ) -> None:
-        """Worker side: ``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m/c)``, negative where not ``m > c*U``.
+        """Worker side: ``m = b1*m + o1*g ; a = b2*a + o2*|g|``, then bits of ``Q(m/a)``, negative where not ``m > a*U``.
 
-        ``c = max(a, phi * rms(a))`` with the root mean square of the block. Where ``|m| > c`` the sign of m is certain, and
-        what it leaves out counts more than the rest in the steps to come: ``m = m + k*(m - clip(m, -c, c))``. A
-        coordinate with ``c == 0`` counts as ``m/c = 0``: either sign with probability 1/2.
+        Where ``|m| > a`` the sign of m is certain, and what it leaves out counts more than the rest in the steps to come:
+        ``m = m + k*(m - clip(m, -a, a))``. A coordinate with ``a == 0`` counts as ``m/a = 0``: either sign with probability 1/2.
 
         Args:
             bucket: the block map.
@@ -460,7 +458,6 @@ class ReferenceKernels:
             g: gradient: spans of the whole bucket or fp32 flat of the shard.
             m: fp32 flat of the shard, updated in place.
             a: fp32 flat of the shard, updated in place.
-            phi: floor of the denominators relative to their block, rounded to fp32.
             key: from ``counter_rng.draw_key``.
             first_block: global number of block ``lo``.
             out: bits only (``has_scales=False``).
@@ -477,9 +474,6 @@ class ReferenceKernels:
         size.copy_(b2 * size + o2 * gradient.abs())
         u = counter_rng.uniform(counter_rng.draw_hash(key, first_block, hi - lo, bs, m.device))
         lengths = bucket.lengths[lo:hi]
-        if phi > 0:
-            floor = torch.tensor(phi, dtype=torch.float32, device=m.device) * _block_rms(size, lengths)
-            size = torch.maximum(size, floor[:, None])
         positive = moment > torch.where(size == 0, torch.ones_like(size), size) * u
         negative = ~positive & valid_mask(lengths, bs)
         pack_bits(negative.view(out.rows, out.blocks_per_row, bs), out.words)

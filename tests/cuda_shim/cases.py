@@ -258,7 +258,7 @@ def local_step(w: World, gradient: str, times: torch.dtype = torch.float32) -> R
     return [m, u, anchor, *_present(spans)]
 
 
-def sample(w: World, gradient: str, phi: float = 1.0) -> Results:
+def sample(w: World, gradient: str) -> Results:
     m, a = w.host_flat(), w.host_flat(positive=True)
     a[::11] = 0.0
     a = torch.maximum(a, m.abs())
@@ -267,9 +267,7 @@ def sample(w: World, gradient: str, phi: float = 1.0) -> Results:
     out = w.payload(w.blocks // w.row_blocks, w.row_blocks, fill=False, scales=False)
     factors = w.put(torch.stack([w.factors(w.blocks).cpu() for _ in range(5)]))
     key = draw_key(7, 3, 1, WORKER_STREAM)
-    w.kernels.sample(
-        w.bucket, 0, w.blocks, factors=factors, g=g, m=m, a=a, phi=phi, key=key, first_block=2**32 - 3, out=out
-    )
+    w.kernels.sample(w.bucket, 0, w.blocks, factors=factors, g=g, m=m, a=a, key=key, first_block=2**32 - 3, out=out)
     return [m, a, out.raw]
 
 
@@ -351,7 +349,6 @@ CASES: dict[str, Callable[[World], Results]] = {
     **{f"local_step {g}": (lambda w, g=g: local_step(w, g)) for g in ("spans", "shifted", "odd")},
     **{f"local_step {g}, bf16 r": (lambda w, g=g: local_step(w, g, torch.bfloat16)) for g in ("spans", "shifted")},
     **{f"sample {g}": (lambda w, g=g: sample(w, g)) for g in ("flat", "spans", "odd")},
-    "sample without a floor": lambda w: sample(w, "spans", 0.0),
     **{
         f"vote {mode} {rows}": (lambda w, mode=mode, rows=rows: vote(w, mode == "feedback", rows))
         for mode in ("random", "feedback")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from oracle.blocks import Array, blocks, node_means
+from oracle.blocks import Array, node_means
 from oracle.common import Gradients, finite, flatten, present, zero_if_missing
 
 #: ``uniform(t, i, l)``: the draws in (-1, 1) of step t for all elements of tensor l; i is the worker, or "server"; with t = 0 the
@@ -36,8 +36,6 @@ class BinSGDM:
         b: decay of m.
         ba: decay of a; None: a memory a hundred times as long as that of m.
         wd: decoupled weight decay; acts on every coordinate, moved or not.
-        phi: floor of the denominators relative to the root mean square of their block; 0 is the paper.
-        block_size: elements of a block.
         server: ``"feedback"`` or ``"random"`` (the paper).
         overflow: ``"keep"``: what the clip takes from m falls by ba instead of b; ``"drop"`` is the paper.
         ranks_per_node: hierarchical exchange: gradients are averaged within nodes, the workers are the nodes.
@@ -56,15 +54,13 @@ class BinSGDM:
         b: float = 0.7,
         ba: float | None = None,
         wd: float = 0.0,
-        phi: float = 1.0,
-        block_size: int = 2048,
         server: str = "feedback",
         overflow: str = "keep",
         ranks_per_node: int = 1,
     ) -> None:
         self.x = [np.array(a, dtype=np.float64).ravel() for a in x]
         self.uniform, self.lr, self.b, self.wd, self.server = uniform, lr, b, wd, server
-        self.phi, self.block_size, self.overflow = phi, block_size, overflow
+        self.overflow = overflow
         self.ba = 1 - (1 - b) / 100 if ba is None else ba
         self.ranks_per_node = ranks_per_node
         self.n = n // ranks_per_node
@@ -100,12 +96,9 @@ class BinSGDM:
             self.m[i][l] = (1 - w) * self.sent[i][l] + slower * excess + w * g[i]
             self.a[i][l] = (1 - wa) * self.a[i][l] + wa * np.abs(g[i])
             m, a = self.m[i][l], self.a[i][l]
-            c = a.copy()
-            for b in blocks(a.size, self.block_size):
-                c[b] = np.maximum(a[b], self.phi * np.sqrt(np.mean(a[b] ** 2)))  # c_i = max(a_i, phi * rms(a_i))
-            self.sent[i][l] = np.clip(m, -c, c)
-            y = np.divide(m, c, out=np.zeros_like(m), where=c != 0)  # 0/0 counts as 0
-            votes.append(Q(np.clip(y, -1, 1), self.uniform(t, i, l)))  # u_i = Q(clip(m_i/c_i))
+            self.sent[i][l] = np.clip(m, -a, a)
+            y = np.divide(m, a, out=np.zeros_like(m), where=a != 0)  # 0/0 counts as 0
+            votes.append(Q(np.clip(y, -1, 1), self.uniform(t, i, l)))  # u_i = Q(clip(m_i/a_i))
         if t & (t - 1) == 0:  # t = 1, 2, 4, 8, ...: the bitmap is merged over the ranks
             for i in range(self.n):
                 self.seen[l] |= self.a[i][l] != 0
