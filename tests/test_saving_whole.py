@@ -104,7 +104,9 @@ def test_ctrl_c_within_a_step_is_handled_between_two_batches_whose_file_counts_t
         def on_before_optimizer_step(self, trainer: Any, module: Any, optimizer: Any) -> None:
             if trainer.global_step != 4:
                 return
-            place, name = (optimizer, "_apply") if where == "within the step" else (module, "lr_scheduler_step")
+            place, name = (
+                (optimizer._engine.rule, "take") if where == "within the step" else (module, "lr_scheduler_step")
+            )
             call = getattr(place, name)
             setattr(place, name, lambda *args, **more: (signal.raise_signal(signal.SIGINT), call(*args, **more)))
 

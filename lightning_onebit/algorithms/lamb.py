@@ -121,7 +121,7 @@ class Lamb(FrozenMoments):
 
     def kinds(self) -> Sequence[Hashable]:
         """The updates that second moments had before they froze."""
-        return [self.updates.get(i) for i in self.kept.layout.slots]
+        return list(map(self.updates.get, self.kept.layout.slots))
 
     # ----- warm-up -----------------------------------------------------------------------------------------------------
 

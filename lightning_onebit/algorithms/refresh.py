@@ -131,6 +131,11 @@ class RefreshedMoments(FrozenMoments):
     def freezes(self) -> None:
         self.variance_policy.freeze(self.kept.steps, self.interval, learned=self.has_dense_warm_up)
 
+    def leave_compressed(self) -> None:
+        """See the base; schedules are those of a warm-up again."""
+        super().leave_compressed()
+        self.variance_policy.frozen, self.variance_policy.interval = False, None
+
     def made(self) -> None:
         """See the base; alone, second moments learn at every step."""
         if not self.kept.compresses and self.kept.steps > self.variance_policy.last_step:

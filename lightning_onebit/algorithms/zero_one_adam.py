@@ -214,8 +214,9 @@ class ZeroOne(RefreshedMoments):
         self._prepare_one_bit()
         # a group at lr = 0 is left alone, for what it would exchange has no units; unless local steps have given it some
         moving = [group["lr"] > 0 for group in kept.groups]
+        group_of = kept.layout.group_of
         for slot, i in enumerate(kept.layout.slots):
-            step.active[i] = step.active[i] and (moving[kept.layout.group_of[i]] or local.way[slot] > 0)
+            step.active[i] = step.active[i] and (moving[group_of[i]] or local.way[slot] > 0)
         number, lr = kept.steps + 1, self._schedule_lr()
         alone = kept.phase is Phase.LOCAL and (self.sync_policy.since > 0 or self.sync_policy.gap(number, lr) > 1)
         # (a refresh begins where replicas are equal)

@@ -19,7 +19,7 @@ from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.codec import Scales
 from lightning_onebit.engine.early import Early
 from lightning_onebit.engine.late import Late
-from lightning_onebit.engine.layout import Layout, check_parameters
+from lightning_onebit.engine.layout import Layout, check_parameters, describe_groups
 from lightning_onebit.engine.link import Link
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.engine.rule import Rule
@@ -555,13 +555,13 @@ class Engine:
         kept, left_out = self.kept, ("process_group", "kernels", "timeout", "_alone")
         options = {k: v for k, v in vars(self.exchange).items() if k not in left_out}
         options["bucket_mb"] = self.exchange.bucket_size(kept.device.type)
-        ranks = kept.layout.ranks
+        ranks = self.link.ranks
         return [
             f"algorithm {self.algorithm}",
             f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node",
             *[f"option {name}={value}" for name, value in {**options, **vars(self.rule.options)}.items()],
             f"phase {kept.phase.value} after {kept.steps} steps",
-            *kept.layout.describe(kept.groups, kept.name_of),
+            *(kept.layout.describe(kept.groups, kept.name_of) if kept.laid_out else describe_groups(kept.groups)),
         ]
 
     def release(self) -> None:

@@ -174,9 +174,7 @@ class Layout:
 
     def describe(self, groups: Sequence[Mapping[str, Any]], name_of: Callable[[int], str]) -> Iterator[str]:
         """Groups and parameters in words, one fact per line: what all ranks must agree on."""
-        for g, group in enumerate(groups):
-            facts = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names"))
-            yield f"group {g}: {len(group['params'])} parameters, {facts}"
+        yield from describe_groups(groups)
         for i in self.known:
             p = self.params[i]
             yield f"{name_of(i)}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, group {self.group_of[i]}"
@@ -215,6 +213,13 @@ class Layout:
         ranks, count = self.ranks, bucket.blocks // self.ranks.size
         chunk = ranks.local_rank * ranks.nodes + ranks.node
         return chunk * count, (chunk + 1) * count
+
+
+def describe_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Groups in words, one fact per line."""
+    for g, group in enumerate(groups):
+        facts = ", ".join(f"{k}={v}" for k, v in group.items() if k not in ("params", "param_names"))
+        yield f"group {g}: {len(group['params'])} parameters, {facts}"
 
 
 def _without_groups(ranks: Topology) -> Topology:

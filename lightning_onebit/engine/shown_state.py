@@ -194,12 +194,12 @@ class ShownAttribute:
     def __get__(self, optimizer: OnebitOptimizer | None, _: Any = None) -> Any:
         if optimizer is None:
             return self
-        shown = vars(optimizer).get("_shown_state")
+        shown = getattr(optimizer, "_shown_state", None)
         # torch's own while it makes the optimizer, and of copies
         return vars(optimizer).setdefault("state", {}) if shown is None else shown
 
     def __set__(self, optimizer: OnebitOptimizer, state: Any) -> None:
-        shown = vars(optimizer).get("_shown_state")
+        shown = getattr(optimizer, "_shown_state", None)
         if shown is None:
             vars(optimizer)["state"] = state
         else:
