@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from lightning_onebit._names import shown_as
 from lightning_onebit._trees import PACKAGES, check_tree, tree_of
 from lightning_onebit.comm import ByteLedger, Topology, Transport
 
 
+@shown_as("Callback")
 class OnebitCallback:
     """A callback that works with the strategies of this package only."""
 
@@ -32,6 +34,7 @@ class OnebitCallback:
             )
 
 
+@shown_as("Callback")
 class WatchingCallback(OnebitCallback):
     """A callback with hooks on the compressed optimizers, which are removed when training ends.
 
