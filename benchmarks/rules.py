@@ -436,7 +436,7 @@ def _rules() -> dict[str, Rule]:
 
     def binsgdm(name: str, **options: Any) -> Rule:
         made = _library(ob.BinSGDM, **options)
-        return Rule(name, "library", made, 0.0 if options else 1e-3, "sign", "binsgdm" if options else "")
+        return Rule(name, "library", made, 0.0, "sign", "binsgdm_floor")
 
     def separated(name: str, twin: str, **options: Any) -> Rule:
         return Rule(name, "stacked", lambda p, lr, task: Separated(p, lr, task, **options), 0.0, twin)
@@ -456,6 +456,7 @@ def _rules() -> dict[str, Rule]:
         adam("onebit_adam_never_refreshed", refresh="never"),
         adam("onebit_adam_floor_0.01", denominator_floor=0.01),
         adam("onebit_adam_no_bias_correction", bias_correction=False),
+        Rule("onebit_adam_plain_momentum", "recorded", _not_made, 0.0, "adamw"),  # momenta are exchanged, not steps
         # 1-bit LAMB
         lamb("onebit_lamb"),
         # 0/1 Adam
@@ -465,11 +466,12 @@ def _rules() -> dict[str, Rule]:
         zero_one("zero_one_adam_never_refreshed", refresh="never"),
         zero_one("zero_one_adam_freeze_at_half", freeze_step=half),
         zero_one("zero_one_adam_local_4", **local),
+        Rule("zero_one_adam_plain_momentum", "recorded", _not_made, 0.0, "adamw"),
         # BinSGDM
         binsgdm("binsgdm"),
         binsgdm("binsgdm_published", recipe="published"),
-        # with a floor of the denominators, the root mean square of their block; the others were taken out of that rule one at a time
-        Rule("binsgdm_floor", "recorded", _not_made, 0.0, "sign", "binsgdm"),
+        # with a floor of the denominators, the root mean square of their block: its rate was searched, and all others are compared with it
+        Rule("binsgdm_floor", "recorded", _not_made, 1e-3, "sign"),
         *(
             Rule(f"binsgdm_{part}", "recorded", _not_made, 0.0, "sign", "binsgdm_floor")
             for part in ("random_independent", "drops_overflow", "one_beta")

@@ -112,9 +112,9 @@ def test_compressed_rules_run_at_the_rate_of_their_twin_and_tasks_of_the_same_mo
 
 
 def test_variants_of_binsgdm_run_at_its_rate_which_is_searched() -> None:
-    rule, variant = rules.RULES["binsgdm"], rules.RULES["binsgdm_published"]
+    rule, variant = rules.RULES["binsgdm_floor"], rules.RULES["binsgdm"]
     assert rules.wanted("T1short", rule, []) == [(1e-3, 0)] and rules.wanted("T1short", variant, []) == []
-    runs = [run(1e-3 * f, 5.0 + (f != 1), rule="binsgdm") for f in (0.5, 1, 2)]
+    runs = [run(1e-3 * f, 5.0 + (f != 1), rule="binsgdm_floor") for f in (0.5, 1, 2)]
     assert rules.wanted("T1short", variant, runs) == [(1e-3, seed) for seed in rules.SEEDS]
 
 
@@ -154,7 +154,7 @@ def test_the_plot_averages_what_all_rules_of_a_panel_have_run(tmp_path: Path, mo
     runs = [*SEARCHED, run(8e-3, 4.0, 1, curve=curve), run(8e-3, 4.0, 2, curve=curve)]
     runs += [run(8e-3, 4.1, 1, "onebit_adam", curve=curve), run(8e-3, 4.1, 1, "zero_one_adam", curve=curve)]
     runs += [run(2e-3 * f, 5.0 + (f != 1), rule="sign") for f in (0.5, 1, 2)] + [run(2e-3, 4.0, 1, "sign", curve=curve)]
-    runs += [run(4e-3 * f, 5.0 + (f != 1), rule="binsgdm") for f in (0.5, 1, 2)]
+    runs += [run(4e-3 * f, 5.0 + (f != 1), rule="binsgdm_floor") for f in (0.5, 1, 2)]
     runs.append(run(4e-3, 4.0, 2, "binsgdm", curve=curve))
     rules.plot(runs, "T1short")
     assert rules.PLOT.read_bytes().startswith(b"\x89PNG")
