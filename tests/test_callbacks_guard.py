@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from fake_trainer import FakeModule, FakeTrainer, onebit_adam
-from harness import run_ranks
+from harness import grouped, run_ranks
 from lightning_support import enter, loader, make_module, onebit, quiet_trainer, strategy_class
 
 import lightning_onebit.callbacks.freeze as freeze
@@ -65,7 +65,7 @@ def _thawed(rank: int, world: int, kind: str) -> dict[str, Any]:
         torch.manual_seed(0)
         parameters = [torch.nn.Parameter(torch.randn(33, 5)), torch.nn.Parameter(torch.randn(70))]
         options = {"lr": 1e-2, "betas": (0.9, 0.99), "block_size": 32, "kernels": "reference", "denominator_floor": 0.0}
-        optimizer = {"OnebitAdam": OnebitAdam, "OnebitLamb": OnebitLamb}[kind](parameters, **options)
+        optimizer = {"OnebitAdam": OnebitAdam, "OnebitLamb": OnebitLamb}[kind](parameters, **grouped(options))
         torch.manual_seed(rank + 1)
 
         def steps(count: int, parameters: Any = parameters, optimizer: Any = optimizer) -> None:

@@ -356,13 +356,13 @@ def test_a_strategy_that_compresses_nothing_is_refused() -> None:
 def _other_algorithm(rank: int, world: int, kind: str, ranks_per_node: int) -> tuple[list[dict[str, float]], list[str]]:
     import lightning_onebit.callbacks.freeze as freeze
     import lightning_onebit.callbacks.stats as stats
-    from lightning_onebit import optim
+    from lightning_onebit import algorithms
 
     said: list[str] = []
     stats.rank_zero_info = freeze.rank_zero_info = said.append  # type: ignore[assignment]
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(64, 33)), torch.nn.Parameter(torch.randn(7))]
-    optimizer = getattr(optim, kind)(parameters, exchange=ExchangeOptions(block_size=32, kernels="reference"))
+    optimizer = getattr(algorithms, kind)(parameters, exchange=ExchangeOptions(block_size=32, kernels="reference"))
     optimizer.configure_communication(None, ranks_per_node=ranks_per_node)
     callbacks: list[Any] = [CompressionStatsMixin(1)]
     if kind != "BinSGDM":

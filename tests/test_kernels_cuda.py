@@ -114,7 +114,7 @@ def test_tensors_that_begin_anywhere_in_memory_give_the_same_bits(
         assert not found, f"{name}: {found}"
 
 
-@pytest.mark.parametrize(("name", "kind"), training.runs("fp32", "bf16", "bf16 residuals", "bf16 denominators"))
+@pytest.mark.parametrize(("name", "kind"), training.runs("fp32", "bf16", "bf16 state"))
 def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(
     shims: dict[str, CudaKernels], monkeypatch: pytest.MonkeyPatch, name: str, kind: str
 ) -> None:
@@ -127,7 +127,7 @@ def test_optimizers_train_alike_on_these_kernels_and_on_the_reference(
         ours = SimulatedWorld(2, timeout=60).run(lambda group: training.run(name, "cpu", "cpu", group, kind))
         assert launches, "the kernels were not used"
         exchanges = [n for n in launches if "compress" in n or "reduce" in n]
-        assert all(n.endswith("_bf16") == (kind == "bf16 residuals") for n in exchanges)
+        assert all(n.endswith("_bf16") == (kind == "bf16 state") for n in exchanges)
         theirs = SimulatedWorld(2, timeout=60).run(lambda group: training.run(name, "reference", "cpu", group, kind))
     finally:
         registry._load.cache_clear()

@@ -24,7 +24,7 @@ from lightning_onebit import __version__, _trees
 from lightning_onebit._text import fill
 from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import disconnect
-from lightning_onebit.engine.options import LONGEST_WAIT, check_number
+from lightning_onebit.engine.options import LONGEST_WAIT, ExchangeOptions, check_number
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
 from lightning_onebit.registry import available_strategies
 from lightning_onebit.tools.console import Outcome
@@ -154,7 +154,9 @@ def _work(folder: Path, rank: int, device_type: str, timeout: float) -> None:
     )
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Tanh(), torch.nn.Linear(128, 1)).to(device)
-    optimizer = OnebitAdam(model.parameters(), lr=1e-2, freeze_step=_DENSE_STEPS, timeout=timeout)
+    optimizer = OnebitAdam(
+        model.parameters(), lr=1e-2, freeze_step=_DENSE_STEPS, exchange=ExchangeOptions(timeout=timeout)
+    )
     data = torch.Generator().manual_seed(1 + rank)
     for _ in range(_STEPS):
         optimizer.zero_grad()

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_onebit import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit import BinSGDM, ExchangeOptions, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.comm import SimulatedGroup
 
 #: name -> optimizer of parameters; phases and schedules change within eight steps
@@ -19,14 +19,13 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
         p,
         lr=0.01,
         weight_decay=0.01,
-        var_freeze_step=4,
-        var_update_scaler=2,
-        local_step_scaler=2,
-        local_step_clipper=4,
+        freeze_step=4,
+        local_steps=LocalSteps(max_gap=4, double_every=2),
+        _doubling=2,
         **k,
     ),
-    "binsgdm feedback": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, **k),
-    "binsgdm random": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, server="random", **k),
+    "binsgdm": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, **k),
+    "binsgdm published": lambda p, **k: BinSGDM(p, lr=0.01, weight_decay=0.01, recipe="published", **k),
 }
 
 #: name -> dtype of the parameters and options
@@ -34,15 +33,13 @@ KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32": (torch.float32, {}),
     "bf16": (torch.bfloat16, {}),
     "fp16": (torch.float16, {}),
-    "bf16 residuals": (torch.float32, {"residual_dtype": "bfloat16"}),
-    "bf16 denominators": (torch.float32, {"denominator_dtype": "bfloat16"}),
+    "bf16 state": (torch.float32, {"state_dtype": "bfloat16"}),
 }
 
 
 def runs(*kinds: str) -> list[tuple[str, str]]:
-    """Every optimizer with every kind that it has (BinSGDM keeps neither residuals nor denominators)."""
-    state = ("bf16 residuals", "bf16 denominators")
-    return [(o, k) for o in OPTIMIZERS for k in kinds if not (k in state and o.startswith("binsgdm"))]
+    """Every optimizer with every kind that it has (BinSGDM keeps neither residuals nor denominators in 16 bits)."""
+    return [(o, k) for o in OPTIMIZERS for k in kinds if not (k == "bf16 state" and o.startswith("binsgdm"))]
 
 
 def parameters(device: str, dtype: torch.dtype) -> list[nn.Parameter]:
@@ -68,7 +65,10 @@ def run(name: str, kernels: str, device: str, group: Any, kind: str = "fp32", st
     dtype, options = KINDS[kind]
     params = parameters(device, dtype)
     optimizer = OPTIMIZERS[name](
-        params, kernels=kernels, process_group=group, block_size=64, bucket_mb=0.02, force_compression=True, **options
+        params,
+        exchange=ExchangeOptions(
+            kernels=kernels, process_group=group, block_size=64, bucket_mb=0.02, _alone=True, **options
+        ),
     )
     draw = torch.Generator().manual_seed(100 + (group.rank if isinstance(group, SimulatedGroup) else 0))
     for step in range(steps):
