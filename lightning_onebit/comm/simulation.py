@@ -125,7 +125,9 @@ class SimulatedWorld:
     Example:
         >>> def train(group):
         ...     model = build_model()
-        ...     optimizer = OnebitAdam(model.parameters(), freeze_step=10, process_group=group)
+        ...     optimizer = OnebitAdam(
+        ...         model.parameters(), freeze_step=10, exchange=ExchangeOptions(process_group=group)
+        ...     )
         ...     for batch in batches(group.rank, group.size):
         ...         optimizer.zero_grad()
         ...         model(batch).mean().backward()
