@@ -118,7 +118,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         if freeze is None:
             options["freeze_step"] = draw(st.one_of(st.none(), early.map(lambda step: step + 1)))
     else:
-        options |= {"denominator_floor": draw(st.sampled_from([None, 0.0, 0.5])), "seed": draw(st.integers(0, 3))}
+        options["seed"] = draw(st.integers(0, 3))
     if algorithm in ("onebit_adam", "zero_one_adam"):
         published = options["recipe"] == "published"
         options["refresh"] = draw(st.sampled_from(["never", "auto"] if published else ["never", "auto", 1, 2, 4]))
