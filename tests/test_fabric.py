@@ -391,7 +391,8 @@ def run_program(made: list[tuple[Any, Any, Any]], fabric: Any, program: str, nam
                 fabric.backward(loss, **({"model": model} if named else {}))
             if last and step > 2:
                 served = fabric.strategy.onebit_optimizers
-                sent.append([o._session and o._launched / len(o._early_buckets) for o in served])
+                early = [o._engine.early for o in served]
+                sent.append([e._launched / len(e._buckets) if e.open else None for e in early])
     return sent
 
 

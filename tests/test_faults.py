@@ -28,10 +28,10 @@ from test_resume import (
 )
 from test_resume import listing as files
 
-from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.consistency import ReplicaMismatch
 from lightning_onebit.checkpoint import Stamp, read_shard
 from lightning_onebit.engine import ExchangeOptions, engine
+from lightning_onebit.engine.codec import OneBit
 from lightning_onebit.kernels import Packed
 
 ALGORITHM = "onebit_adam"  # four dense steps, then compressed ones
@@ -334,15 +334,15 @@ def corrupted_rank(rank: int, world: int, watch: bool) -> str:
     pl = enter(rank)
     import lightning_onebit as ob
 
-    original = OnebitAdam.finish
+    original = OneBit.finish
 
     def finish(self: Any, bucket: Any, gathered: Any) -> None:
-        if rank == 1 and self.steps == 5 and bucket.index == 0:
+        if rank == 1 and self.kept.steps == 5 and bucket.index == 0:
             packed = Packed(gathered, bucket.blocks // world, bucket.block_size)
             packed.words[0, 0, 0] ^= 1
         original(self, bucket, gathered)
 
-    OnebitAdam.finish = finish  # type: ignore[method-assign]
+    OneBit.finish = finish  # type: ignore[method-assign]
     module = make_module(pl, configure, norm_net, training_step=training_step)
     strategy = strategy_class()(ALGORITHM, exchange=ExchangeOptions(block_size=64), **OPTIONS[ALGORITHM])
     callbacks = [ob.callbacks.ReplicaConsistency(every_n_steps=1)] if watch else []

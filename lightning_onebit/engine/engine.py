@@ -7,7 +7,6 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -50,9 +49,8 @@ def _give_groups_back() -> None:
         held.clear()
         for engine in engines:
             engine.release()
-            engine.exchange = replace(engine.exchange, process_group=None)
-            engine.link.forget_group(engine.exchange)
-            engine.kept.exchange = engine.exchange
+            # (the program may hold the very object)
+            object.__setattr__(engine.exchange, "process_group", None)
 
 
 class Engine:

@@ -107,10 +107,6 @@ class Link:
             if dist.is_available() and isinstance(group, dist.ProcessGroup)
         }
 
-    def forget_group(self, exchange: ExchangeOptions) -> None:
-        """Goes by other options, without a process group."""
-        self._options = exchange
-
     # ----- dense averages ----------------------------------------------------------------------------------------------
 
     def renew_reducer(self, layout: Layout, may_be_dense: bool) -> None:
