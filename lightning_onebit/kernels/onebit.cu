@@ -95,21 +95,6 @@ DEVICE u16 float_to_bfloat(float x) {  // to nearest, ties to even
   return static_cast<u16>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-DEVICE u16 float_to_half(float x) {  // to nearest, ties to even
-  const u32 sign = bits_of(x) & kSign;
-  u32 u = bits_of(x) ^ sign, h;
-  if (u > 0x7f800000u) {
-    h = 0x7e00;
-  } else if (u >= 0x477ff000u) {
-    h = 0x7c00;
-  } else if (u < 0x38800000u) {  // below the smallest normal half: an fp32 addition rounds at the right place
-    h = bits_of(add(as_float(u), 0.5f)) - 0x3f000000u;
-  } else {
-    h = (u + 0xfffu + ((u >> 13) & 1u) - 0x38000000u) >> 13;
-  }
-  return static_cast<u16>(h | sign >> 16);
-}
-
 // An element of state: a float, or this in half the memory. For residuals, which are written too, kernels take its type as a template's
 // argument E; reciprocal denominators, which are only read, say what they are (Reciprocals).
 struct Bfloat {
@@ -163,13 +148,6 @@ DEVICE float widen(u32 x, int dtype) { return dtype == kBfloat16 ? bfloat_to_flo
 DEVICE float load1(const char* base, int dtype, int i) {
   if (dtype == kFloat32) return reinterpret_cast<const float*>(base)[i];
   return widen(reinterpret_cast<const u16*>(base)[i], dtype);
-}
-
-DEVICE void store1(char* base, int dtype, int i, float x) {
-  if (dtype == kFloat32)
-    reinterpret_cast<float*>(base)[i] = x;
-  else
-    reinterpret_cast<u16*>(base)[i] = dtype == kBfloat16 ? float_to_bfloat(x) : float_to_half(x);
 }
 
 // ----- which thread does what -------------------------------------------------------------------------------------------------
@@ -681,15 +659,7 @@ DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, 
                    i64 out_stride, float inv_n, char* scratch) {
   const Here h = here(block_size, blocks);
   E* residual = d + h.block * block_size;
-  Server<E> server;
-  server.raw = raw;
-  server.stride = stride;
-  server.per_row = blocks;
-  server.rows = rows;
-  server.block = h.block;
-  server.lanes = h.lanes;
-  server.inv_n = inv_n;
-  server.d = residual;
+  const Server<E> server = {raw, stride, blocks, rows, h.block, h.lanes, inv_n, residual};
   const Bits out = bits_of_block(out_raw, out_stride, blocks, h.block, h.lanes);
   quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1));
 }
@@ -733,7 +703,7 @@ KERNEL onebit_unpack(i64 block_size, i64 blocks, char* raw, i64 stride, i64 per_
   }
 }
 
-// ----- entry points: moving between parameters and flat buckets ---------------------------------------------------------------
+// ----- entry points: from parameters to flat buckets ---------------------------------------------------------------------------
 
 KERNEL onebit_gather(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, float* out) {
   const Here h = here(block_size, blocks);
@@ -752,41 +722,6 @@ KERNEL onebit_gather(i64 block_size, i64 blocks, const int* lengths, const int* 
 #pragma unroll 4
   for (int i = h.t; i < static_cast<int>(block_size); i += h.T)
     to[i] = run.held && i < length ? load1(run.data, run.dtype, i) : 0.0f;
-}
-
-KERNEL onebit_scatter(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
-                      const float* flat) {
-  const Here h = here(block_size, blocks);
-  if (!h.live) return;
-  const Run run = run_of_block(block_span, spans, h.block, block_size);
-  if (!run.held) return;
-  const int length = lengths[h.block];
-  const float* from = flat + h.block * block_size;
-  const bool full = vectors(h) && length == static_cast<int>(block_size) && aligned(from, 16);
-  if (full && aligned(run.data, run.dtype == kFloat32 ? 16 : 8)) {
-    const Vectors at = Vectors::of(h);
-    float v[kChunks][4];
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(v[c], from + at.at(c));
-    if (run.dtype == kFloat32) {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) store4(reinterpret_cast<float*>(run.data) + at.at(c), v[c]);
-    } else {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        u32 h16[4];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) h16[q] = run.dtype == kBfloat16 ? float_to_bfloat(v[c][q]) : float_to_half(v[c][q]);
-        uint2 pair;
-        pair.x = h16[0] | h16[1] << 16;
-        pair.y = h16[2] | h16[3] << 16;
-        *reinterpret_cast<uint2*>(run.data + 2 * at.at(c)) = pair;
-      }
-    }
-    return;
-  }
-#pragma unroll 4
-  for (int i = h.t; i < length; i += h.T) store1(run.data, run.dtype, i, from[i]);
 }
 
 // ----- entry points: gradient statistics --------------------------------------------------------------------------------------
@@ -863,31 +798,33 @@ KERNEL onebit_grad_stats_total(i64 pieces, const double* sums, i64 tensors, cons
 
 // ----- entry points: decompress and apply -------------------------------------------------------------------------------------
 
-// x = x*decay - (+-(t*r)), t = alpha*s, r may be null for 1 ; -t * r == -(t * r)
-KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
-                         i64 stride, i64 per_row, const void* r, i64 r_dtype, const float* decay, const float* alpha) {
-  const Here h = here(block_size, blocks);
-  if (!h.live) return;
-  const Run run = run_of_block(block_span, spans, h.block, block_size);
-  if (!run.held) return;
-  const Bits in = bits_of_block(raw, stride, per_row, h.block, h.lanes);
-  const int length = lengths[h.block];
-  const float keep = decay[run.first_block];  // of the span: all its blocks belong to one parameter, hence one group
-  const float step = mul(alpha[h.block], *in.scale);
-  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
+struct AdamRule {
+  float keep;
+  MEMBER float operator()(float x, float update) const { return sub(mul(x, keep), update); }
+};
+
+struct LambRule {
+  float decay, rate;
+  MEMBER float operator()(float x, float update) const { return sub(x, mul(rate, add(update, mul(decay, x)))); }
+};
+
+// x = rule(x, +-(step*r)) on a run; -step * r == -(step * r). Without r, where kOptional allows that, r is 1.
+template <bool kOptional, class Rule>
+DEVICE void apply(const Rule& rule, const Here& h, const Run& run, int length, const Bits& in, float step, const Reciprocals& reciprocal) {
   float* x = reinterpret_cast<float*>(run.data);
-  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && (!reciprocal.there || reciprocal.wide())) {
+  const bool full = vectors(h) && length == kPlanes * h.lanes && aligned(x, 16);
+  if (full && ((kOptional && !reciprocal.there) || reciprocal.wide())) {
     const Vectors at = Vectors::of(h);
     float v[kChunks][4];
     u32 words[4];
     load_words4(words, in.words + at.lane);
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
-    if (!reciprocal.there) {
+    if (kOptional && !reciprocal.there) {
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
-        for (int q = 0; q < 4; ++q) v[c][q] = sub(mul(v[c][q], keep), flip(step, words[q], at.plane_of(c)));
+        for (int q = 0; q < 4; ++q) v[c][q] = rule(v[c][q], flip(step, words[q], at.plane_of(c)));
         store4(x + at.at(c), v[c]);
       }
       return;
@@ -902,7 +839,7 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
       for (int k = 0; k < part; ++k) {
         const int c = first + k;
 #pragma unroll
-        for (int q = 0; q < 4; ++q) v[c][q] = sub(mul(v[c][q], keep), flip(mul(step, w[k][q]), words[q], at.plane_of(c)));
+        for (int q = 0; q < 4; ++q) v[c][q] = rule(v[c][q], flip(mul(step, w[k][q]), words[q], at.plane_of(c)));
         store4(x + at.at(c), v[c]);
       }
     }
@@ -915,14 +852,28 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
       float v[part], w[part];
       load_planes(v, run, length, h.lanes, lane, k);
 #pragma unroll
-      for (int q = 0; q < part; ++q) w[q] = reciprocal.there ? reciprocal.one((k + q) * h.lanes + lane) : 1.0f;
+      for (int q = 0; q < part; ++q) w[q] = kOptional && !reciprocal.there ? 1.0f : reciprocal.one((k + q) * h.lanes + lane);
 #pragma unroll
       for (int q = 0; q < part; ++q) {
         const int i = (k + q) * h.lanes + lane;
-        if (i < length) x[i] = sub(mul(v[q], keep), flip(mul(step, w[q]), word, k + q));
+        if (i < length) x[i] = rule(v[q], flip(mul(step, w[q]), word, k + q));
       }
     }
   }
+}
+
+// x = x*decay - (+-(t*r)), t = alpha*s, r may be null for 1
+KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
+                         i64 stride, i64 per_row, const void* r, i64 r_dtype, const float* decay, const float* alpha) {
+  const Here h = here(block_size, blocks);
+  if (!h.live) return;
+  const Run run = run_of_block(block_span, spans, h.block, block_size);
+  if (!run.held) return;
+  const Bits in = bits_of_block(raw, stride, per_row, h.block, h.lanes);
+  const int length = lengths[h.block];
+  const AdamRule rule = {decay[run.first_block]};  // of the span: all its blocks belong to one parameter, hence one group
+  const float step = mul(alpha[h.block], *in.scale);
+  apply<true>(rule, h, run, length, in, step, reciprocals_of_block(r, r_dtype, h.block, block_size));
 }
 
 // ----- entry points: 1-bit LAMB -----------------------------------------------------------------------------------------------
@@ -1009,51 +960,9 @@ KERNEL_84 onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, cons
   if (!run.held) return;
   const Bits in = bits_of_block(raw, stride, per_row, h.block, h.lanes);
   const int length = lengths[h.block];
-  const float size = mul(alpha[h.block], *in.scale), decay = wd[run.first_block], rate = step[run.first_block];
-  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
-  float* x = reinterpret_cast<float*>(run.data);
-  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && reciprocal.wide()) {
-    const Vectors at = Vectors::of(h);
-    float v[kChunks][4];
-    u32 words[4];
-    load_words4(words, in.words + at.lane);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
-    const int part = kChunks / 2;  // there are no registers for all of them at once
-#pragma unroll
-    for (int first = 0; first < kChunks; first += part) {
-      float w[part][4];
-#pragma unroll
-      for (int c = 0; c < part; ++c) reciprocal.four(w[c], at.at(first + c));
-#pragma unroll
-      for (int k = 0; k < part; ++k) {
-        const int c = first + k;
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          const float u = add(flip(mul(size, w[k][q]), words[q], at.plane_of(c)), mul(decay, v[c][q]));
-          v[c][q] = sub(v[c][q], mul(rate, u));
-        }
-        store4(x + at.at(c), v[c]);
-      }
-    }
-    return;
-  }
-  for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    const u32 word = in.words[lane];
-    const int part = 8;
-    for (int k = 0; k < kPlanes; k += part) {
-      float v[part], w[part];
-      load_planes(v, run, length, h.lanes, lane, k);
-#pragma unroll
-      for (int q = 0; q < part; ++q) w[q] = reciprocal.one((k + q) * h.lanes + lane);
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
-        const int i = (k + q) * h.lanes + lane;
-        const float u = add(flip(mul(size, w[q]), word, k + q), mul(decay, v[q]));
-        if (i < length) x[i] = sub(v[q], mul(rate, u));
-      }
-    }
-  }
+  const float size = mul(alpha[h.block], *in.scale);
+  const LambRule rule = {wd[run.first_block], step[run.first_block]};
+  apply<false>(rule, h, run, length, in, size, reciprocals_of_block(r, r_dtype, h.block, block_size));
 }
 
 // ----- entry points: 0/1 Adam -------------------------------------------------------------------------------------------------
@@ -1280,17 +1189,10 @@ KERNEL_128 onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stri
                        i64 key1, i64 key2, i64 first_block, u32* out, float share, float* carried) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
-  VoteArguments x;
-  x.rows = rows;
-  x.stride = stride;
-  x.words = reinterpret_cast<const u32*>(raw) + static_cast<i64>(h.block) * h.lanes;
-  x.length = lengths[h.block];
-  x.seed = hash_of_block(first_block + h.block, key0);
-  x.key1 = key1;
-  x.key2 = key2;
-  x.out = out + static_cast<i64>(h.block) * h.lanes;
-  x.share = share;
-  x.carried = carried != nullptr ? carried + h.block * block_size : nullptr;
+  const u32* words = reinterpret_cast<const u32*>(raw) + static_cast<i64>(h.block) * h.lanes;
+  u32* to = out + static_cast<i64>(h.block) * h.lanes;
+  float* carry = carried != nullptr ? carried + h.block * block_size : nullptr;
+  const VoteArguments x = {rows, stride, words, lengths[h.block], hash_of_block(first_block + h.block, key0), key1, key2, to, share, carry};
   if (rows < 16)
     vote<4>(x, h);
   else if (rows < 256)
@@ -1328,21 +1230,5 @@ KERNEL onebit_apply_votes(i64 block_size, i64 blocks, const int* lengths, const 
         if (i < length) x[i] = add(mul(v[q], keep), delta);
       }
     }
-  }
-}
-
-KERNEL onebit_mark_live(i64 block_size, i64 blocks, const int* lengths, const float* a, u32* words) {
-  const Here h = here(block_size, blocks);
-  if (!h.live) return;
-  const int length = lengths[h.block];
-  const float* from = a + h.block * block_size;
-  for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    u32 word = 0;
-#pragma unroll
-    for (int k = 0; k < kPlanes; ++k) {
-      const int i = k * h.lanes + lane;
-      word |= static_cast<u32>(i < length && from[i] > 0.0f) << k;
-    }
-    words[static_cast<i64>(h.block) * h.lanes + lane] = word;
   }
 }

@@ -17,18 +17,15 @@
 #include <atomic>
 #include <cfenv>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
 
 #include <dlfcn.h>
-#include <pthread.h>
 #include <unistd.h>
 
 #if defined(__SSE__)
@@ -47,7 +44,7 @@
 
 namespace {
 
-constexpr int kAbi = 16;
+constexpr int kAbi = 17;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -61,26 +58,13 @@ constexpr int kNative = 8;
 constexpr int kNative = 4;
 #endif
 
-template <int N> struct Vec;
+template <int N> struct Vec {
+  typedef float F __attribute__((vector_size(4 * N)));
+  typedef uint32_t U __attribute__((vector_size(4 * N)));
+  typedef int32_t I __attribute__((vector_size(4 * N)));
+  typedef uint16_t H __attribute__((vector_size(2 * N)));
+};
 template <> struct Vec<1> { using F = float; using U = uint32_t; using I = int32_t; using H = uint16_t; };
-template <> struct Vec<4> {
-  typedef float F __attribute__((vector_size(16)));
-  typedef uint32_t U __attribute__((vector_size(16)));
-  typedef int32_t I __attribute__((vector_size(16)));
-  typedef uint16_t H __attribute__((vector_size(8)));
-};
-template <> struct Vec<8> {
-  typedef float F __attribute__((vector_size(32)));
-  typedef uint32_t U __attribute__((vector_size(32)));
-  typedef int32_t I __attribute__((vector_size(32)));
-  typedef uint16_t H __attribute__((vector_size(16)));
-};
-template <> struct Vec<16> {
-  typedef float F __attribute__((vector_size(64)));
-  typedef uint32_t U __attribute__((vector_size(64)));
-  typedef int32_t I __attribute__((vector_size(64)));
-  typedef uint16_t H __attribute__((vector_size(32)));
-};
 template <int N> using F = typename Vec<N>::F;
 template <int N> using U = typename Vec<N>::U;
 template <int N> using I = typename Vec<N>::I;
@@ -112,17 +96,11 @@ template <int N> INLINE F<N> root(F<N> x) {  // IEEE 754 asks for the correctly 
 #if defined(__AVX512F__)
   if constexpr (N == 16) return _mm512_sqrt_ps(x);
 #endif
-#if defined(__AVX__)
-  if constexpr (N == 8) return _mm256_sqrt_ps(x);
-#endif
-#if defined(__SSE__)
-  if constexpr (N == 4) return _mm_sqrt_ps(x);
-#endif
   if constexpr (N == 1) {
     return std::sqrt(x);
   } else {
     F<N> y;
-    for (int i = 0; i < N; ++i) y[i] = std::sqrt(x[i]);
+    for (int i = 0; i < N; ++i) y[i] = std::sqrt(x[i]);  // one instruction, since errno is not asked for
     return y;
   }
 }
@@ -166,23 +144,6 @@ INLINE float half_to_float(uint16_t h) {
   uint32_t special = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;  // inf and NaN keep their mantissa
   float scaled = bits_as<float>(magnitude) * bits_as<float>(0x77800000u);  // 2^112
   return bits_as<float>(bits_as<uint32_t>(scaled) | special | static_cast<uint32_t>(h & 0x8000) << 16);
-}
-
-INLINE uint16_t float_to_half(float x) {  // round to nearest, ties to even
-  uint32_t u = bits_as<uint32_t>(x), sign = u & kSign;
-  u ^= sign;
-  uint16_t h;
-  if (u > 0x7f800000u) {
-    h = 0x7e00;
-  } else if (u >= 0x477ff000u) {
-    h = 0x7c00;
-  } else if (u < 0x38800000u) {  // below the smallest normal half: let an fp32 addition round at the right place
-    h = static_cast<uint16_t>(bits_as<uint32_t>(bits_as<float>(u) + 0.5f) - 0x3f000000u);
-  } else {
-    u += 0xfffu + ((u >> 13) & 1u) - 0x38000000u;
-    h = static_cast<uint16_t>(u >> 13);
-  }
-  return static_cast<uint16_t>(h | sign >> 16);
 }
 
 INLINE float bfloat_to_float(uint16_t b) { return bits_as<float>(static_cast<uint32_t>(b) << 16); }
@@ -246,23 +207,6 @@ void to_float(const void* from, uint8_t dtype, int64_t count, float* to) {
   }
 }
 
-void from_float(const float* from, int64_t count, uint8_t dtype, void* to) {
-  uint16_t* p = static_cast<uint16_t*>(to);
-  int64_t i = 0;
-  if (dtype == kFloat32) {
-    std::memcpy(to, from, count * 4);
-  } else if (dtype == kBfloat16) {
-    for (; i < count; ++i) p[i] = float_to_bfloat(from[i]);
-  } else {
-#if defined(__F16C__)
-    for (; i + 8 <= count; i += 8)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(p + i),
-                       _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-    for (; i < count; ++i) p[i] = float_to_half(from[i]);
-  }
-}
-
 // ----- threads ----------------------------------------------------------------------------------------------------------
 
 // IEEE arithmetic while a kernel runs: torch.set_flush_denormal() of the caller must not change the bits.
@@ -277,61 +221,6 @@ class IeeeMode {
   std::fenv_t saved_;
 };
 
-// Helpers of our own, for where there is no OpenMP. They sleep between jobs, and the caller works too and takes whatever a helper
-// that wakes late has not taken.
-class Pool {
- public:
-  // Calls work(context) here and in up to `helpers` other threads; returns when all that began have returned.
-  void run(int helpers, void (*work)(void*), void* context) {
-    std::unique_lock<std::mutex> only(busy_, std::defer_lock);
-    if (!only.try_lock()) return work(context);  // a second caller (a backward hook, say) works alone rather than waits
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      while (static_cast<int>(helpers_) < helpers) {
-        try {
-          std::thread([this, index = helpers_] { help(index); }).detach();
-        } catch (const std::system_error&) {
-          break;  // no more threads to be had
-        }
-        ++helpers_;
-      }
-      work_ = work;
-      context_ = context;
-      wanted_ = helpers;
-      ++job_;
-    }
-    wake_.notify_all();
-    work(context);
-    std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;  // too late to begin
-    done_.wait(lock, [this] { return inside_ == 0; });
-  }
-
- private:
-  void help(int index) {
-    uint64_t seen = 0;
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return job_ != seen && index < wanted_; });
-      seen = job_;
-      ++inside_;
-      void (*const work)(void*) = work_;
-      void* const context = context_;
-      lock.unlock();
-      work(context);
-      lock.lock();
-      if (--inside_ == 0) done_.notify_one();
-    }
-  }
-
-  std::mutex busy_, mutex_;
-  std::condition_variable wake_, done_;
-  void (*work_)(void*) = nullptr;
-  void* context_ = nullptr;
-  uint64_t job_ = 0;
-  int helpers_ = 0, wanted_ = 0, inside_ = 0;
-};
-
 std::atomic<bool> use_openmp{true};
 const pid_t loaded_by = getpid();  // as the library is loaded: at the first call it could be a child's already
 
@@ -339,24 +228,18 @@ const pid_t loaded_by = getpid();  // as the library is loaded: at the first cal
 //
 // torch's own OpenMP threads are the best team: they are awake right after backward, where threads of ours would have to share
 // the cores with them. torch makes its OpenMP library's names global, so that is the one found here, whichever it is; linking
-// with one at build time would bring a second. Neither OpenMP teams nor our helpers survive a fork: a child starts helpers.
+// with one at build time would bring a second. A team does not survive a fork: a child has threads for each call.
 void run_team(int threads, void (*work)(void*), void* context) {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
   static const Parallel openmp = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   if (use_openmp && openmp != nullptr && getpid() == loaded_by) return openmp(work, context, static_cast<unsigned>(threads), 0);
-
-  static std::mutex guard;
-  static Pool* pool = nullptr;  // never destroyed, so that nothing is joined at exit
-  static pid_t owner = 0;
-  static const int registered = pthread_atfork([] { guard.lock(); }, [] { guard.unlock(); }, [] { guard.unlock(); });
-  (void)registered;
-  Pool* mine;
-  {
-    std::lock_guard<std::mutex> lock(guard);
-    if (pool == nullptr || owner != getpid()) pool = new Pool, owner = getpid();
-    mine = pool;
+  std::vector<std::thread> helpers;
+  try {
+    while (static_cast<int>(helpers.size()) < threads - 1) helpers.emplace_back(work, context);
+  } catch (const std::system_error&) {  // no more threads to be had
   }
-  mine->run(threads - 1, work, context);
+  work(context);
+  for (std::thread& helper : helpers) helper.join();
 }
 
 // Calls work(first, last) on pieces of [0, count), items of `elements` each. Pieces begin large (1 M elements), so that each
@@ -415,11 +298,10 @@ template <bool Write> INLINE void prefetch_words(const Payload& payload, int64_t
   for (int64_t i = 0; i < lanes; i += 16) __builtin_prefetch(words + i, Write, 3);
 }
 
-struct Spans {  // in block order; blocks between and after them are padding
+struct Spans {  // in block order; blocks between and after them are padding (cpu.py makes it: four words of 8 bytes)
   int64_t count;
-  const int64_t* block;        // first block
-  const int64_t* numel;        // elements
-  void* const* data;           // null: no tensor
+  const int64_t* block;  // first block
+  void* const* data;     // null: no tensor
   const uint8_t* dtype;
 };
 
@@ -427,32 +309,33 @@ struct Run {  // the elements of one block that a span holds
   void* data;  // null: none
   uint8_t dtype;
   int64_t length;
-  int64_t first_block;  // of the span
+  int64_t span, first_block;  // number of the span, and its first block
 };
+
+// The elements of `block`, of which `length` are valid, that a tensor of the span holds.
+INLINE Run run_of(const Spans& spans, int64_t span, int64_t block, int64_t length, int64_t block_size) {
+  Run run{spans.data[span], spans.dtype[span], length, span, spans.block[span]};
+  if (run.data != nullptr) run.data = static_cast<char*>(run.data) + (block - run.first_block) * block_size * item_size(run.dtype);
+  return run;
+}
 
 // Walks the spans along with ascending blocks.
 class SpanCursor {
  public:
-  SpanCursor(const Spans& spans, int64_t block_size, int64_t first) : spans_(spans), size_(block_size) {
-    const int64_t* end = spans.block + spans.count;
-    at_ = std::max<int64_t>(0, std::upper_bound(spans.block, end, first) - spans.block - 1);
+  SpanCursor(const Spans* spans, const int32_t* lengths, int64_t block_size, int64_t first)
+      : spans_(spans != nullptr ? *spans : Spans{}), lengths_(lengths), size_(block_size) {
+    const int64_t* end = spans_.block + spans_.count;
+    at_ = std::max<int64_t>(0, std::upper_bound(spans_.block, end, first) - spans_.block - 1);
   }
   INLINE Run at(int64_t block) {
     while (at_ + 1 < spans_.count && spans_.block[at_ + 1] <= block) ++at_;
-    Run run{nullptr, kFloat32, 0, 0};
-    if (at_ >= spans_.count || block < spans_.block[at_]) return run;
-    const int64_t offset = (block - spans_.block[at_]) * size_;
-    const int64_t left = spans_.numel[at_] - offset;
-    if (left <= 0) return run;
-    run.length = std::min(left, size_);
-    run.dtype = spans_.dtype[at_];
-    run.first_block = spans_.block[at_];
-    if (spans_.data[at_] != nullptr) run.data = static_cast<char*>(spans_.data[at_]) + offset * item_size(run.dtype);
-    return run;
+    if (at_ >= spans_.count || block < spans_.block[at_] || lengths_[block] <= 0) return Run{nullptr, kFloat32, 0, 0, 0};
+    return run_of(spans_, at_, block, lengths_[block], size_);
   }
 
  private:
-  const Spans& spans_;
+  const Spans spans_;
+  const int32_t* lengths_;
   int64_t size_, at_;
 };
 
@@ -478,6 +361,20 @@ inline const float* whole_block(const Run& run, int64_t block_size, float* stage
   return staged;
 }
 
+// Calls work(block, run, scratch) for every block of which a tensor holds elements; scratch: so many floats of the thread's own.
+template <class Work>
+void for_each_run(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans, int64_t floats,
+                  const Work& work) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    Scratch scratch(floats);
+    SpanCursor cursor(spans, lengths, block_size, first);
+    for (int64_t block = first; block < last; ++block) {
+      const Run run = cursor.at(block);
+      if (run.data != nullptr) work(block, run, static_cast<float*>(scratch));
+    }
+  });
+}
+
 // ----- tiles ------------------------------------------------------------------------------------------------------------
 
 // Calls tile.run<N, R>(lane) until all lanes are covered: wide tiles first, single lanes for odd widths last.
@@ -490,6 +387,15 @@ template <class Tile> INLINE void for_each_tile(int64_t lanes, Tile&& tile) {
     for (; lane + 4 <= lanes; lane += 4) tile.template run<4, 1>(lane);
   for (; lane < lanes; ++lane) tile.template run<1, 1>(lane);
 }
+
+// A tile of one vector at a time, whose arithmetic is what takes the time: its member is one<N>(lane).
+template <class Tile> struct OneByOne {
+  const Tile& tile;
+  template <int N, int R> INLINE void run(int64_t lane) const {
+    for (int v = 0; v < R; ++v) tile.template one<N>(lane + v * N);
+  }
+};
+template <class Tile> INLINE void for_each_vector(int64_t lanes, const Tile& tile) { for_each_tile(lanes, OneByOne<Tile>{tile}); }
 
 // Lets a tile, which works on whole blocks, update the fp32 elements that a span holds of one; they are its member `x`.
 template <class Tile> INLINE void update_run(const Run& run, int64_t block_size, float* staged, Tile tile) {
@@ -585,9 +491,6 @@ template <int N, class E> INLINE F<N> residual_at(const E* p, F<N> owed) {
 // overwritten with y. An Owing's is left at that, with the scale in `owed`; others are overwritten, while that is still in the cache,
 // with the residual. A 16-bit residual has no room for y, which goes through `staged` then. A block with padding, which is always 0,
 // owes nothing.
-//
-// (Tried for those that are, and slower on Zen 5 by 5 to 40 percent: merging the second pass into the next block's first one, postponing
-// it behind that, a buffer for y, and prefetching the next block meanwhile. All disturb the hardware's own prefetching.)
 template <class Maker, class E>
 INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* at, float* owed, float* staged, Block out, float* acc) {
   const int64_t lanes = block_size / kPlanes;
@@ -685,7 +588,7 @@ struct CompressArgs {
   Payload m_packed;
   const float* b;
   const float* g;
-  Spans spans;
+  const Spans* spans;
   const void* r;
   void* e;
   float* owed;
@@ -695,8 +598,8 @@ struct CompressArgs {
 template <Momentum M, Gradient G, class E, class D> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(kHoldsY<E> ? 0 : size);
-    SpanCursor cursor(x.spans, size, first);
+    Scratch acc(lanes), staged(x.spans != nullptr ? size : 0), y(kHoldsY<E> ? 0 : size);
+    SpanCursor cursor(x.spans, x.lengths, size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t length = x.lengths[block];
       prefetch_words<true>(x.out, block, lanes);
@@ -716,7 +619,7 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
       if (G == Gradient::kScaled) worker.r = static_cast<const D*>(x.r) + block * size;
       if (G != Gradient::kNone) {
         worker.b = x.b[block];
-        if (x.spans.data == nullptr) {
+        if (x.spans == nullptr) {
           worker.g = x.g + block * size;
         } else {
           worker.g = whole_block(cursor.at(block), size, staged);
@@ -739,69 +642,66 @@ template <int Rows, class E> struct Server {
   float owed;
 
   template <int N, int R> struct Tile {
+    static constexpr int kHeld = std::max(1, Rows);
+    const Server& s;
     const E* d;
-    F<N> owed, inv_n, scale[Rows];
-    Signs<N> signs[Rows][R];
-    INLINE Tile(const Server& s, int64_t lane) : d(s.d), owed(splat<N>(s.owed)), inv_n(splat<N>(s.inv_n)) {
+    int64_t first_lane;
+    int seen = 0;  // calls: R for each plane
+    F<N> owed, inv_n, scale[kHeld];
+    Signs<N> signs[kHeld][R];
+    INLINE Tile(const Server& s, int64_t lane) : s(s), d(s.d), first_lane(lane), owed(splat<N>(s.owed)), inv_n(splat<N>(s.inv_n)) {
       for (int row = 0; row < Rows; ++row) {
         scale[row] = splat<N>(s.scales[row]);
         for (int r = 0; r < R; ++r) signs[row][r].begin(s.words[row] + lane + r * N);
       }
     }
-    INLINE F<N> value(int r, int64_t i) {
-      ask<2048, true>(d + i);
-      F<N> z = signs[0][r].next(scale[0]);
-      for (int row = 1; row < Rows; ++row) z = z + signs[row][r].next(scale[row]);
-      return z * inv_n + residual_at<N>(d + i, owed);
-    }
-  };
-};
-
-template <class E> struct Server<0, E> {
-  int rows;
-  const float* scales;
-  const uint32_t* const* words;
-  float inv_n;
-  const E* d;
-  float owed;
-
-  template <int N, int R> struct Tile {
-    const Server& s;
-    const int64_t first_lane;
-    int seen = 0;  // calls: R for each plane
-    INLINE Tile(const Server& server, int64_t lane) : s(server), first_lane(lane) {}
     INLINE F<N> term(int row, int r, int shift) const {
       const U<N> word = load<N>(s.words[row] + first_lane + r * N) << shift;
       return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(splat<N>(s.scales[row])) ^ (word & kSign)));
     }
     INLINE F<N> value(int r, int64_t i) {
-      const int shift = kPlanes - 1 - seen++ / R;  // brings the plane's bit to the sign
-      ask<2048, true>(s.d + i);
-      F<N> z = term(0, r, shift);
-      for (int row = 1; row < s.rows; ++row) z = z + term(row, r, shift);
-      return z * splat<N>(s.inv_n) + residual_at<N>(s.d + i, splat<N>(s.owed));
+      ask<2048, true>(d + i);
+      F<N> z;
+      if constexpr (Rows > 0) {
+        z = signs[0][r].next(scale[0]);
+        for (int row = 1; row < Rows; ++row) z = z + signs[row][r].next(scale[row]);
+      } else {
+        const int shift = kPlanes - 1 - seen++ / R;  // brings the plane's bit to the sign
+        z = term(0, r, shift);
+        for (int row = 1; row < s.rows; ++row) z = z + term(row, r, shift);
+      }
+      return z * inv_n + residual_at<N>(d + i, owed);
     }
   };
 };
 
-template <int Rows, class E>
-void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, E* d, float* owed,
-            const Payload& out, float inv_n) {
-  const int64_t lanes = size / kPlanes;
-  parallel(threads, received.per_row, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), scales(rows), y(kHoldsY<E> ? 0 : size);
-    std::vector<const uint32_t*> words(rows);
+struct ReduceArgs {
+  int64_t block_size, blocks, rows;
+  Payload received;
+  const int32_t* lengths;
+  void* d;
+  float* owed;
+  Payload out;
+  float inv_n;
+};
+
+template <int Rows, class E> void reduce(int threads, const ReduceArgs& x) {
+  const int64_t size = x.block_size, lanes = size / kPlanes;
+  parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
+    Scratch acc(lanes), scales(x.rows), y(kHoldsY<E> ? 0 : size);
+    std::vector<const uint32_t*> words(x.rows);
     for (int64_t block = first; block < last; ++block) {
-      for (int row = 0; row < rows; ++row) {
-        const Block in = block_of(received, row * received.per_row + block, lanes);
-        prefetch_words<false>(received, row * received.per_row + block, lanes);
+      for (int64_t row = 0; row < x.rows; ++row) {
+        const Block in = block_of(x.received, row * x.blocks + block, lanes);
+        prefetch_words<false>(x.received, row * x.blocks + block, lanes);
         scales[row] = *in.scale;
         words[row] = in.words;
       }
-      E* const residual = d + block * size;
-      float* const owes = owed + (std::is_same_v<E, Owing> ? block : 0);
-      const Server<Rows, E> server{rows, scales, words.data(), inv_n, residual, std::is_same_v<E, Owing> ? *owes : 0.0f};
-      quantize(server, size, lengths[block], residual, owes, y, block_of(out, block, lanes), acc);
+      E* const residual = static_cast<E*>(x.d) + block * size;
+      float* const owed = x.owed + (std::is_same_v<E, Owing> ? block : 0);
+      const Server<Rows, E> server{static_cast<int>(x.rows), scales, words.data(), x.inv_n, residual,
+                                   std::is_same_v<E, Owing> ? *owed : 0.0f};
+      quantize(server, size, x.lengths[block], residual, owed, y, block_of(x.out, block, lanes), acc);
     }
   });
 }
@@ -810,18 +710,20 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
 
 struct None {};  // in the place of the elements of what is not there
 
-// x = x*decay - (+-(t*r)), or without r
-template <class D> struct ApplyAdam {
+// x = rule(x, +-(t*r)) with the signs of a block's bits, or without r
+template <class Rule, class D> struct Decode {
   int64_t lanes;
-  float decay, t;
+  float t;
   const uint32_t* words;
   const D* r;
+  Rule rule;
   float* x;
 
   template <int N, int R> INLINE void run(int64_t lane) {
     Signs<N> signs[R];
     for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
-    const F<N> factor = splat<N>(t), keep = splat<N>(decay);
+    const F<N> factor = splat<N>(t);
+    const Rule apply = rule;
     const D* const from = r;
     float* const to = x;
     const int64_t step = lanes, end = kPlanes * lanes + lane;
@@ -833,31 +735,37 @@ template <class D> struct ApplyAdam {
           ask<320>(from + i + v * N);
           size = factor * load<N>(from + i + v * N);
         }
-        const F<N> update = signs[v].next(size);
-        store<N>(to + i + v * N, load<N>(to + i + v * N) * keep - update);
+        store<N>(to + i + v * N, apply(load<N>(to + i + v * N), signs[v].next(size)));
       }
   }
 };
 
+struct AdamRule {
+  float decay;
+  template <class V> INLINE V operator()(V x, V update) const { return x * decay - update; }
+};
+struct LambRule {
+  float wd, step;
+  template <class V> INLINE V operator()(V x, V update) const { return x - step * (update + wd * x); }
+};
 struct Unpack {
-  int64_t lanes;
-  float scale;
-  const uint32_t* words;
-  float* out;
-
-  template <int N, int R> INLINE void run(int64_t lane) {
-    Signs<N> signs[R];
-    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
-    const F<N> magnitude = splat<N>(scale);
-    float* const to = out;
-    const int64_t step = lanes, end = kPlanes * lanes + lane;
-    for (int64_t i = lane; i < end; i += step)
-      for (int v = 0; v < R; ++v) {
-        ask<512, true>(to + i + v * N);
-        store<N>(to + i + v * N, signs[v].next(magnitude));
-      }
-  }
+  template <class V> INLINE V operator()(V, V update) const { return update; }
 };
+
+// Decodes into every run of the spans, with t = alpha*scale; rule_of(first block of the span): every block of a span belongs to one
+// parameter, hence one group.
+template <class D, class RuleOf>
+void decode_runs(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans, const Payload& packed,
+                 const D* r, const float* alpha, const RuleOf& rule_of) {
+  const int64_t lanes = block_size / kPlanes;
+  for_each_run(threads, block_size, blocks, lengths, spans, block_size, [&](int64_t block, const Run& run, float* staged) {
+    const Block in = block_of(packed, block, lanes);
+    prefetch_words<false>(packed, block, lanes);
+    const D* const from = std::is_same_v<D, None> ? nullptr : r + block * block_size;
+    using Rule = decltype(rule_of(block));
+    update_run(run, block_size, staged, Decode<Rule, D>{lanes, alpha[block] * *in.scale, in.words, from, rule_of(run.first_block), nullptr});
+  });
+}
 
 // ----- 1-bit LAMB -------------------------------------------------------------------------------------------------------
 
@@ -877,11 +785,6 @@ template <class D> struct LambUpdate {
   float *up_acc, *u_acc;
   uint32_t* largest;  // per lane, as bits: for numbers >= 0 these are in the order of the values, and a NaN is above all
 
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
-
-  // Tiles of one vector: the arithmetic, a square root and two divisions worth of it, is what takes the time here.
   template <int N> INLINE void one(int64_t lane) const {
     Signs<N> sign, old_sign;
     sign.begin(words + lane);
@@ -917,32 +820,6 @@ template <class D> struct LambUpdate {
     store<N>(up_acc + lane, up_sum);
     store<N>(u_acc + lane, u_sum);
     store<N>(largest + lane, top);
-  }
-};
-
-// x = x - step*u with u = (+-t)*r + wd*x
-template <class D> struct LambApply {
-  int64_t lanes;
-  float t, wd, step;
-  const uint32_t* words;
-  const D* r;
-  float* x;
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    Signs<N> signs[R];
-    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
-    const F<N> factor = splat<N>(t);
-    const float wd_ = wd, step_ = step;
-    const D* const from = r;
-    float* const to = x;
-    for (int64_t i = lane; i < kPlanes * lanes; i += lanes)
-      for (int v = 0; v < R; ++v) {
-        ask<320, true>(to + i + v * N);
-        ask<320>(from + i + v * N);
-        const F<N> weight = load<N>(to + i + v * N);
-        const F<N> up = signs[v].next(static_cast<F<N>>(factor * load<N>(from + i + v * N)));
-        store<N>(to + i + v * N, weight - step_ * (up + wd_ * weight));
-      }
   }
 };
 
@@ -987,9 +864,6 @@ struct Averages {
   float *m, *a;
   float* squares;
 
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
   template <int N> INLINE void one(int64_t lane) const {
     F<N> sum{};
     const float keep = b1, add = o1, keep_size = b2, add_size = o2;
@@ -1020,9 +894,6 @@ struct Sample {
   const Key& key;
   uint32_t* words;
 
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
   template <int N> INLINE void one(int64_t lane) const {
     U<N> word{};
     const F<N> floor = splat<N>(least);
@@ -1051,15 +922,13 @@ struct Sample {
 struct Vote {
   int64_t lanes;
   int rows;
+  float share;  // 1 / rows
   const uint32_t* const* received;
   uint32_t per_block;
   const Key& key;
   uint32_t* out;
   float* carry;  // of the block, or null
 
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
   template <int N> INLINE U<N> negatives(int64_t lane, int plane) const {
     U<N> count{};
     for (int row = 0; row < rows; ++row) count = count + ((load<N>(received[row] + lane) >> plane) & 1u);
@@ -1067,13 +936,13 @@ struct Vote {
   }
   template <int N> INLINE void one(int64_t lane) const {
     U<N> word{};
-    const float share = 1.0f / static_cast<float>(rows);
+    const float part = share;
     for (int plane = 0; plane < kPlanes; ++plane) {
       const I<N> balance = bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(rows) - 2u * negatives<N>(lane, plane)));
       if (carry != nullptr) {
         float* const at = carry + plane * lanes + lane;
         ask<512, true>(at);
-        const F<N> z = to_floats<N>(balance) * share + load<N>(at);
+        const F<N> z = to_floats<N>(balance) * part + load<N>(at);
         const U<N> sign = ~mask<N>(z >= F<N>{}) & kSign;
         store<N>(at, z - bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | sign)));
         word = (word >> 1) | sign;
@@ -1112,20 +981,6 @@ struct ApplyVotes {
   }
 };
 
-struct MarkLive {
-  int64_t lanes;
-  const float* a;
-  uint32_t* words;
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) {
-      U<N> word{};
-      for (int64_t i = lane + v * N; i < kPlanes * lanes; i += lanes)
-        word = (word >> 1) | (mask<N>(load<N>(a + i) > F<N>{}) & kSign);
-      store<N>(words + lane + v * N, word);
-    }
-  }
-};
-
 // ----- gradient statistics ----------------------------------------------------------------------------------------------
 
 constexpr int64_t kSumPiece = 1 << 18;
@@ -1133,8 +988,7 @@ constexpr int64_t kSumPiece = 1 << 18;
 // Sum of squares in fp64, where the square of any fp32 number is exact and no sum can overflow: not finite means that an element
 // is not. Fixed pieces and fixed lanes: the result does not depend on the number of threads.
 //
-// Four streams at once: a core that follows a single one does not have enough reads under way to use the memory's speed. (On Zen 4
-// 22 GB/s against 15.6 with one stream and prefetch instructions, 20 with one stream and none.)
+// Four streams at once: a core that follows a single one does not have enough reads under way to use the memory's speed.
 double sum_squares(const float* p, int64_t count) {
   constexpr int kLanes = 16, kStreams = 4;
   double acc[kStreams][kLanes] = {};
@@ -1176,33 +1030,25 @@ template <class Work> INLINE void by_dtype(const void* p, int dtype, const Work&
 }
 template <class Pointer> using Element = std::remove_const_t<std::remove_pointer_t<Pointer>>;
 
+// Calls work(an element of a residual), which says how it is kept.
+template <class Work> INLINE void by_residual(int dtype, const float* owed, const Work& work) {
+  if (dtype == kBfloat16) return work(Bfloat{});
+  owed != nullptr ? work(Owing{}) : work(0.0f);
+}
+
 EXPORT int onebit_abi() { return kAbi; }
 
 // For measurements and tests: 0 makes the kernels use helpers of their own where they would use torch's OpenMP team.
 EXPORT void onebit_use_openmp(int yes) { use_openmp = yes != 0; }
 
-EXPORT void onebit_gather(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                          const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, float* out) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+EXPORT void onebit_gather(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans, float* out) {
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    SpanCursor cursor(table, block_size, first);
+    SpanCursor cursor(spans, lengths, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const Run run = cursor.at(block);
       const int64_t held = run.data != nullptr ? run.length : 0;
       if (held) to_float(run.data, run.dtype, held, out + block * block_size);
       std::memset(out + block * block_size + held, 0, (block_size - held) * 4);
-    }
-  });
-}
-
-EXPORT void onebit_scatter(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                           const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, const float* flat) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    SpanCursor cursor(table, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      const Run run = cursor.at(block);
-      if (run.data != nullptr) from_float(flat + block * block_size, run.length, run.dtype, run.data);
     }
   });
 }
@@ -1235,52 +1081,41 @@ EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel
   result[1] = bad;
 }
 
-// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (span_data) or neither, times r where that is given.
 template <Momentum M, class E> void compress(int threads, const CompressArgs& x, int r_dtype) {
-  if (x.g == nullptr && x.spans.data == nullptr) return compress<M, Gradient::kNone, E, float>(threads, x);
+  if (x.g == nullptr && x.spans == nullptr) return compress<M, Gradient::kNone, E, float>(threads, x);
   if (x.r == nullptr) return compress<M, Gradient::kPlain, E, float>(threads, x);
   by_dtype(x.r, r_dtype, [&](auto r) { compress<M, Gradient::kScaled, E, Element<decltype(r)>>(threads, x); });
 }
 
-template <Momentum M> void compress(int threads, const CompressArgs& x, int r_dtype, int e_dtype) {
-  if (e_dtype == kBfloat16) return compress<M, Bfloat>(threads, x, r_dtype);
-  x.owed != nullptr ? compress<M, Owing>(threads, x, r_dtype) : compress<M, float>(threads, x, r_dtype);
-}
-
+// m: flat (m), packed (m_raw) or neither; g: flat (g), spans or neither, times r where that is given.
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
-                            const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                            void* const* span_data, const uint8_t* span_dtype, const void* r, int r_dtype, void* e,
-                            int e_dtype, float* owed, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
-  const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
-                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, owed, {out_raw, out_stride, out_per_row}};
-  if (m != nullptr) return compress<Momentum::kFlat>(threads, x, r_dtype, e_dtype);
-  if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, r_dtype, e_dtype);
-  compress<Momentum::kNone>(threads, x, r_dtype, e_dtype);
+                            const float* g, const Spans* spans, const void* r, int r_dtype, void* e, int e_dtype, float* owed,
+                            uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
+  const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g, spans, r, e, owed,
+                       {out_raw, out_stride, out_per_row}};
+  by_residual(e_dtype, owed, [&](auto element) {
+    using E = decltype(element);
+    if (m != nullptr) return compress<Momentum::kFlat, E>(threads, x, r_dtype);
+    if (m_raw != nullptr) return compress<Momentum::kPacked, E>(threads, x, r_dtype);
+    compress<Momentum::kNone, E>(threads, x, r_dtype);
+  });
 }
 
-template <class E>
-void reduce_rows(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, void* residual,
-                 float* owed, const Payload& out, float inv_n) {
-  E* const d = static_cast<E*>(residual);
-  switch (rows) {
-    case 1: return reduce<1>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-    case 2: return reduce<2>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-    case 3: return reduce<3>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-    case 4: return reduce<4>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-    default: return reduce<0>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-  }
-}
-
-EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
+EXPORT void onebit_reduce(int threads, int64_t block_size, int64_t blocks, int64_t rows, uint8_t* raw, int64_t stride,
                           const int32_t* lengths, void* d, int d_dtype, float* owed, uint8_t* out_raw, int64_t out_stride,
                           float inv_n) {
-  const Payload received{in_raw, in_stride, per_row}, out{out_raw, out_stride, per_row};
-  const auto run = [&](auto element) {
-    reduce_rows<decltype(element)>(threads, block_size, rows, received, lengths, d, owed, out, inv_n);
-  };
-  if (d_dtype == kBfloat16) return run(Bfloat{});
-  owed != nullptr ? run(Owing{}) : run(0.0f);
+  const ReduceArgs x{block_size, blocks, rows, {raw, stride, blocks}, lengths, d, owed, {out_raw, out_stride, blocks}, inv_n};
+  by_residual(d_dtype, owed, [&](auto element) {
+    using E = decltype(element);
+    switch (rows) {
+      case 1: return reduce<1, E>(threads, x);
+      case 2: return reduce<2, E>(threads, x);
+      case 3: return reduce<3, E>(threads, x);
+      case 4: return reduce<4, E>(threads, x);
+      default: return reduce<0, E>(threads, x);
+    }
+  });
 }
 
 // values: an Owing residual; its blocks owe nothing afterwards
@@ -1305,146 +1140,98 @@ EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8
     for (int64_t block = first; block < last; ++block) {
       float* to = out + block * block_size;
       const int64_t length = std::max<int64_t>(0, lengths[block]);
-      if (length) {
-        const Block in = block_of(packed, block, lanes);
-        for_each_tile(lanes, Unpack{lanes, *in.scale, in.words, to});
-      }
+      const Block in = block_of(packed, block, lanes);
+      if (length) for_each_tile(lanes, Decode<Unpack, None>{lanes, *in.scale, in.words, nullptr, {}, to});
       std::memset(to + length, 0, (block_size - length) * 4);
     }
   });
 }
 
-EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                              const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* raw,
-                              int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* decay, const float* alpha) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Payload packed{raw, stride, per_row};
-  const int64_t lanes = block_size / kPlanes;
+EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
+                              uint8_t* raw, int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* decay,
+                              const float* alpha) {
   const auto apply = [&](auto from) {
-    using D = Element<decltype(from)>;
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      Scratch staged(block_size);
-      SpanCursor cursor(table, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        const Run run = cursor.at(block);
-        if (run.data == nullptr) continue;
-        const Block in = block_of(packed, block, lanes);
-        prefetch_words<false>(packed, block, lanes);
-        // every block of a span belongs to one parameter, hence one group, hence one decay
-        ApplyAdam<D> tile{lanes, decay[run.first_block], alpha[block] * *in.scale, in.words, nullptr, nullptr};
-        if constexpr (!std::is_same_v<D, None>) tile.r = from + block * block_size;
-        update_run(run, block_size, staged, tile);
-      }
-    });
+    decode_runs(threads, block_size, blocks, lengths, spans, {raw, stride, per_row}, from, alpha,
+                [&](int64_t span) { return AdamRule{decay[span]}; });
   };
   if (r != nullptr) by_dtype(r, r_dtype, apply);
   else apply(static_cast<const None*>(nullptr));
 }
 
+EXPORT void onebit_lamb_apply(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
+                              uint8_t* raw, int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* alpha,
+                              const float* wd, const float* step) {
+  by_dtype(r, r_dtype, [&](auto from) {
+    decode_runs(threads, block_size, blocks, lengths, spans, {raw, stride, per_row}, from, alpha,
+                [&](int64_t span) { return LambRule{wd[span], step[span]}; });
+  });
+}
+
 // factors: 8 rows of one fp32 per block (b1, i1, b2, o2, c2, eps, alpha, wd); out: 3 fp32 per block, and 0 where there is no tensor
-EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* new_raw,
-                               int64_t new_stride, int64_t new_per_row, const float* old, uint8_t* old_raw, int64_t old_stride,
-                               int64_t old_per_row, const void* r, int r_dtype, float* fresh, const float* factors, float* out) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Payload now{new_raw, new_stride, new_per_row}, before{old_raw, old_stride, old_per_row};
+EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
+                               uint8_t* raw, int64_t stride, int64_t per_row, const float* old, uint8_t* old_raw,
+                               int64_t old_stride, int64_t old_per_row, const void* r, int r_dtype, float* fresh,
+                               const float* factors, float* out) {
+  const Payload now{raw, stride, per_row}, before{old_raw, old_stride, old_per_row};
   const int64_t lanes = block_size / kPlanes;
+  std::fill(out, out + 3 * blocks, 0.0f);
   by_dtype(r, r_dtype, [&](auto from) {
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      Scratch up(lanes), u(lanes), largest(lanes), staged(block_size);
-      SpanCursor cursor(table, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        const Run run = cursor.at(block);
-        float* const result = out + 3 * block;
-        result[0] = result[1] = result[2] = 0.0f;
-        if (run.data == nullptr || run.length == 0) continue;
-        const auto factor = [&](int row) { return factors[row * blocks + block]; };
-        const Block in = block_of(now, block, lanes);
-        LambUpdate<Element<decltype(from)>> update{};
-        update.lanes = lanes;
-        update.length = run.length;
-        update.f = {factor(0), factor(1), factor(2), factor(3), factor(4), factor(5), factor(7), 0.0f, *in.scale, factor(6) * *in.scale};
-        update.words = in.words;
-        if (old_raw != nullptr) {
-          const Block was = block_of(before, block, lanes);
-          update.f.old_scale = *was.scale;
-          update.old_words = was.words;
-        } else {
-          update.m_old = old + block * block_size;
-        }
-        update.r = from + block * block_size;
-        update.x = whole_block(run, block_size, staged);
-        update.fresh = fresh + block * block_size;
-        update.up_acc = up;
-        update.u_acc = u;
-        update.largest = reinterpret_cast<uint32_t*>(static_cast<float*>(largest));
-        if (run.length == block_size) {
-          for_each_tile(lanes, update);
-        } else {
-          for (int64_t lane = 0; lane < lanes; ++lane) update.template one<1>(lane);
-        }
-        result[0] = fold_lanes(up, lanes);
-        result[1] = fold_lanes(u, lanes);
-        result[2] = bits_as<float>(*std::max_element(update.largest, update.largest + lanes));
+    const auto work = [&](int64_t block, const Run& run, float* staged) {
+      const auto factor = [&](int row) { return factors[row * blocks + block]; };
+      const Block in = block_of(now, block, lanes);
+      LambUpdate<Element<decltype(from)>> update{};
+      update.lanes = lanes;
+      update.length = run.length;
+      update.f = {factor(0), factor(1), factor(2), factor(3), factor(4), factor(5), factor(7), 0.0f, *in.scale, factor(6) * *in.scale};
+      update.words = in.words;
+      if (old_raw != nullptr) {
+        const Block was = block_of(before, block, lanes);
+        update.f.old_scale = *was.scale;
+        update.old_words = was.words;
+      } else {
+        update.m_old = old + block * block_size;
       }
-    });
+      update.r = from + block * block_size;
+      update.x = whole_block(run, block_size, staged);
+      update.fresh = fresh + block * block_size;
+      update.up_acc = staged + block_size;
+      update.u_acc = update.up_acc + lanes;
+      update.largest = reinterpret_cast<uint32_t*>(update.u_acc + lanes);
+      if (run.length == block_size) {
+        for_each_vector(lanes, update);
+      } else {
+        for (int64_t lane = 0; lane < lanes; ++lane) update.template one<1>(lane);
+      }
+      out[3 * block] = fold_lanes(update.up_acc, lanes);
+      out[3 * block + 1] = fold_lanes(update.u_acc, lanes);
+      out[3 * block + 2] = bits_as<float>(*std::max_element(update.largest, update.largest + lanes));
+    };
+    for_each_run(threads, block_size, blocks, lengths, spans, block_size + 3 * lanes, work);
   });
 }
 
-EXPORT void onebit_lamb_apply(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                              const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* raw,
-                              int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* alpha, const float* wd,
-                              const float* step) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Payload packed{raw, stride, per_row};
-  const int64_t lanes = block_size / kPlanes;
-  by_dtype(r, r_dtype, [&](auto from) {
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      Scratch staged(block_size);
-      SpanCursor cursor(table, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        const Run run = cursor.at(block);
-        if (run.data == nullptr) continue;
-        const Block in = block_of(packed, block, lanes);
-        prefetch_words<false>(packed, block, lanes);
-        update_run(run, block_size, staged, LambApply<Element<decltype(from)>>{lanes, alpha[block] * *in.scale, wd[run.first_block], step[run.first_block],
-                                                     in.words, from + block * block_size, nullptr});
-      }
-    });
-  });
-}
-
-// spans: weights (fp32); g: gradients of the same spans; factors: 5 rows of one fp32 per block (b1, o1, lr, decay, bound)
-EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                              const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
-                              void* const* g_data, const uint8_t* g_dtype, float* m, float* u, const void* r, int r_dtype, float* anchor,
+// spans: weights (fp32); gradients: of the same spans; factors: 5 rows of one fp32 per block (b1, o1, lr, decay, bound)
+EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
+                              const Spans* gradients, float* m, float* u, const void* r, int r_dtype, float* anchor,
                               const float* factors) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Spans gradients{spans, span_block, span_numel, g_data, g_dtype};
   by_dtype(r, r_dtype, [&](auto from) {
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      Scratch staged(block_size);
-      SpanCursor cursor(table, block_size, first), gradient_cursor(gradients, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        const Run run = cursor.at(block), gradient = gradient_cursor.at(block);
-        if (run.data == nullptr) continue;
-        const auto factor = [&](int row) { return factors[row * blocks + run.first_block]; };
-        const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3), bound = factor(4);
-        const int64_t at = block * block_size;
-        const float* const g = whole_block(gradient, block_size, staged);
-        float* __restrict x = static_cast<float*>(run.data);
-        float *__restrict mb = m + at, *__restrict ub = u + at, *__restrict ab = anchor + at;
-        const auto* __restrict rb = from + at;
-        for (int64_t i = 0; i < run.length; ++i) {
-          const float moment = b1 * mb[i] + o1 * g[i];
-          const float p = lr * moment;
-          mb[i] = moment;
-          ub[i] = ub[i] + p;
-          // comparisons in this order let NaN through
-          const float step = p * load<1>(rb + i), above = step > bound ? bound : step;
-          x[i] = x[i] * decay - (above < -bound ? -bound : above);
-          ab[i] = ab[i] * decay;
-        }
+    for_each_run(threads, block_size, blocks, lengths, spans, block_size, [&](int64_t block, const Run& run, float* staged) {
+      const auto factor = [&](int row) { return factors[row * blocks + run.first_block]; };
+      const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3), bound = factor(4);
+      const int64_t at = block * block_size;
+      const float* const g = whole_block(run_of(*gradients, run.span, block, run.length, block_size), block_size, staged);
+      float* __restrict x = static_cast<float*>(run.data);
+      float *__restrict mb = m + at, *__restrict ub = u + at, *__restrict ab = anchor + at;
+      const auto* __restrict rb = from + at;
+      for (int64_t i = 0; i < run.length; ++i) {
+        const float moment = b1 * mb[i] + o1 * g[i];
+        const float p = lr * moment;
+        mb[i] = moment;
+        ub[i] = ub[i] + p;
+        // comparisons in this order let NaN through
+        const float step = p * load<1>(rb + i), above = step > bound ? bound : step;
+        x[i] = x[i] * decay - (above < -bound ? -bound : above);
+        ab[i] = ab[i] * decay;
       }
     });
   });
@@ -1452,73 +1239,52 @@ EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, i
 
 // factors: 5 rows of one fp32 per block (b1, o1, b2, o2, keep); g: flat, or null where the spans are given; out: bits without scales
 EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* factors,
-                          const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                          void* const* span_data, const uint8_t* span_dtype, float* m, float* a, float phi, uint32_t k0, uint32_t k1,
-                          uint32_t k2, int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+                          const float* g, const Spans* spans, float* m, float* a, float phi, uint32_t k0, uint32_t k1, uint32_t k2,
+                          int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
   const Payload out{out_raw, out_stride, out_per_row, false};
   const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     Scratch staged(block_size), squares(lanes);
-    SpanCursor cursor(table, block_size, first);
+    SpanCursor cursor(spans, lengths, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t at = block * block_size;
       const float* from = g != nullptr ? g + at : whole_block(cursor.at(block), block_size, staged);
       uint32_t* const words = block_of(out, block, lanes).words;
       const auto factor = [&](int row) { return factors[row * blocks + block]; };
-      for_each_tile(lanes, Averages{lanes, factor(0), factor(1), factor(2), factor(3), from, m + at, a + at, squares});
+      for_each_vector(lanes, Averages{lanes, factor(0), factor(1), factor(2), factor(3), from, m + at, a + at, squares});
       const float sum = fold_lanes(squares, lanes);
       const float least = phi > 0.0f && lengths[block] > 0 ? phi * root<1>(sum / static_cast<float>(lengths[block])) : 0.0f;
-      for_each_tile(lanes, Sample{lanes, least, factor(4), m + at, a + at, key.of_block(first_block + block), key, words});
+      for_each_vector(lanes, Sample{lanes, least, factor(4), m + at, a + at, key.of_block(first_block + block), key, words});
       clear_padding(words, lengths[block], lanes);
     }
   });
 }
 
-// out: `planes` words of each lane for each block
-EXPORT void onebit_vote(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
-                        const int32_t* lengths, uint32_t k0, uint32_t k1, uint32_t k2, int64_t first_block,
-                        uint32_t* out, float* carry) {
-  const Payload received{in_raw, in_stride, per_row, false};
+// out: the words of each block; share: 1 / rows
+EXPORT void onebit_vote(int threads, int64_t block_size, int64_t blocks, int64_t rows, uint8_t* raw, int64_t stride,
+                        const int32_t* lengths, uint32_t k0, uint32_t k1, uint32_t k2, int64_t first_block, uint32_t* out,
+                        float share, float* carry) {
+  const Payload received{raw, stride, blocks, false};
   const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, per_row, block_size, [&](int64_t first, int64_t last) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     std::vector<const uint32_t*> words(rows);
     for (int64_t block = first; block < last; ++block) {
-      for (int row = 0; row < rows; ++row) words[row] = block_of(received, row * per_row + block, lanes).words;
+      for (int64_t row = 0; row < rows; ++row) words[row] = block_of(received, row * blocks + block, lanes).words;
       uint32_t* const to = out + block * lanes;
-      for_each_tile(lanes, Vote{lanes, rows, words.data(), key.of_block(first_block + block), key, to,
-                                carry != nullptr ? carry + block * block_size : nullptr});
+      for_each_vector(lanes, Vote{lanes, static_cast<int>(rows), share, words.data(), key.of_block(first_block + block), key, to,
+                                  carry != nullptr ? carry + block * block_size : nullptr});
       clear_padding(to, lengths[block], lanes);
     }
   });
 }
 
-EXPORT void onebit_apply_votes(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
+EXPORT void onebit_apply_votes(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
                                const uint32_t* words, const uint32_t* live, const float* decay, const float* lr) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch staged(block_size);
-    SpanCursor cursor(table, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      const Run run = cursor.at(block);
-      if (run.data == nullptr) continue;
-      update_run(run, block_size, staged, ApplyVotes{lanes, decay[run.first_block], lr[block],
-                                                     words + block * lanes, live + block * lanes, nullptr});
-    }
-  });
-}
-
-EXPORT void onebit_mark_live(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
-                             uint32_t* words) {
-  const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    for (int64_t block = first; block < last; ++block) {
-      for_each_tile(lanes, MarkLive{lanes, a + block * block_size, words + block * lanes});
-      clear_padding(words + block * lanes, lengths[block], lanes);
-    }
+  for_each_run(threads, block_size, blocks, lengths, spans, block_size, [&](int64_t block, const Run& run, float* staged) {
+    update_run(run, block_size, staged, ApplyVotes{lanes, decay[run.first_block], lr[block],
+                                                   words + block * lanes, live + block * lanes, nullptr});
   });
 }
