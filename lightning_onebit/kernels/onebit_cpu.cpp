@@ -7,11 +7,11 @@
 //   * the threads divide blocks, never a block, so the number of threads changes nothing.
 //
 // A block of W = block_size / 32 lanes is worked on in tiles: R vectors of N lanes, all 32 planes, with the bit words and the
-// partial sums of the tile in registers. What differs between kernels is only where the values come from: a "maker" object with
-//   template <int N, int R> struct Tile { Tile(const Maker&, int64_t lane); F<N> value(int r, int64_t i); };
-// whose value() is called once for each plane in turn (r: vector of the tile; i: first element, an index within the block).
-// quantize() does the rest: bits, scale, residual. A new compressing kernel is a new maker. Tiles copy what they need: a store
-// through a float pointer would otherwise make the compiler load every factor again.
+// partial sums of the tile in registers. What differs between the compressing kernels is only where the values come from: a "maker"
+// is called with N, R (as types) and the first lane of a tile, and returns value(v, i), which is called for each plane in turn (v:
+// vector of the tile; i: first element, an index within the block). quantize() does the rest: bits, scale, residual. A new
+// compressing kernel is a new maker. What a tile needs is captured by value: a store through a float pointer would otherwise make the
+// compiler load every factor again.
 
 #include <algorithm>
 #include <atomic>
@@ -39,7 +39,8 @@
 #error "the kernels need IEEE arithmetic: build without -ffast-math"
 #endif
 
-#define INLINE inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda
+#define INLINE inline INLINED
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -68,6 +69,7 @@ template <> struct Vec<1> { using F = float; using U = uint32_t; using I = int32
 template <int N> using F = typename Vec<N>::F;
 template <int N> using U = typename Vec<N>::U;
 template <int N> using I = typename Vec<N>::I;
+template <int N> using Int = std::integral_constant<int, N>;  // a number as the type of an argument
 
 template <class To, class From> INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -113,24 +115,28 @@ template <int kAhead, bool kWrite = false, class T> INLINE void ask(const T* p) 
 #endif
 }
 
-// Bits of N words, plane after plane, as signs.
-template <int N> class Signs {
+// Bits of R vectors of N words, plane after plane, as signs.
+template <int N, int R = 1> class Signs {
  public:
-  INLINE void begin(const uint32_t* words) { word_ = load<N>(words); }
-  // `magnitude` with the sign that the next plane's bit says.
-  INLINE F<N> next(F<N> magnitude) {
+  Signs() = default;
+  INLINE explicit Signs(const uint32_t* words) {
+    for (int v = 0; v < R; ++v) word_[v] = load<N>(words + v * N);
+  }
+  // `magnitude` with the sign that vector v's bit of the next plane says.
+  INLINE F<N> next(F<N> magnitude, int v = 0) {
+    U<N>& word = word_[v];
 #if defined(__AVX512F__)
-    word_ = (word_ >> 1) | (word_ << 31);  // a rotation and one three-operand logic instruction
-    return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word_ & kSign)));
+    word = (word >> 1) | (word << 31);  // a rotation and one three-operand logic instruction
+    return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word & kSign)));
 #else
-    const F<N> value = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word_ << 31)));
-    word_ = word_ >> 1;
+    const F<N> value = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word << 31)));
+    word = word >> 1;
     return value;
 #endif
   }
 
  private:
-  U<N> word_{};
+  U<N> word_[R]{};
 };
 
 // ----- 16-bit floats ----------------------------------------------------------------------------------------------------
@@ -377,34 +383,30 @@ void for_each_run(int threads, int64_t block_size, int64_t blocks, const int32_t
 
 // ----- tiles ------------------------------------------------------------------------------------------------------------
 
-// Calls tile.run<N, R>(lane) until all lanes are covered: wide tiles first, single lanes for odd widths last.
-template <class Tile> INLINE void for_each_tile(int64_t lanes, Tile&& tile) {
+// Calls tile(N, R, lane) until all lanes are covered: wide tiles first, single lanes for odd widths last.
+template <class Tile> INLINE void for_each_tile(int64_t lanes, const Tile& tile) {
   int64_t lane = 0;
   constexpr int wide = kNative == 16 ? 4 : 2;  // as many vectors as leave the registers room for words and sums
-  for (; lane + kNative * wide <= lanes; lane += kNative * wide) tile.template run<kNative, wide>(lane);
-  for (; lane + kNative <= lanes; lane += kNative) tile.template run<kNative, 1>(lane);
+  for (; lane + kNative * wide <= lanes; lane += kNative * wide) tile(Int<kNative>{}, Int<wide>{}, lane);
+  for (; lane + kNative <= lanes; lane += kNative) tile(Int<kNative>{}, Int<1>{}, lane);
   if (kNative > 4)
-    for (; lane + 4 <= lanes; lane += 4) tile.template run<4, 1>(lane);
-  for (; lane < lanes; ++lane) tile.template run<1, 1>(lane);
+    for (; lane + 4 <= lanes; lane += 4) tile(Int<4>{}, Int<1>{}, lane);
+  for (; lane < lanes; ++lane) tile(Int<1>{}, Int<1>{}, lane);
 }
 
-// A tile of one vector at a time, whose arithmetic is what takes the time: its member is one<N>(lane).
-template <class Tile> struct OneByOne {
-  const Tile& tile;
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) tile.template one<N>(lane + v * N);
-  }
-};
-template <class Tile> INLINE void for_each_vector(int64_t lanes, const Tile& tile) { for_each_tile(lanes, OneByOne<Tile>{tile}); }
+// Calls work(N, lane) for one vector after the other, where arithmetic is what takes the time.
+template <class Work> INLINE void for_each_vector(int64_t lanes, const Work& work) {
+  for_each_tile(lanes, [=](auto n, auto r, int64_t lane) INLINED {
+    for (int v = 0; v < r; ++v) work(n, lane + v * n);
+  });
+}
 
-// Lets a tile, which works on whole blocks, update the fp32 elements that a span holds of one; they are its member `x`.
-template <class Tile> INLINE void update_run(const Run& run, int64_t block_size, float* staged, Tile tile) {
-  tile.x = static_cast<float*>(run.data);
-  if (run.length == block_size) return for_each_tile(block_size / kPlanes, tile);
+// Lets work(x), which is written for whole blocks, update the fp32 elements that a span holds of one.
+template <class Work> INLINE void update_run(const Run& run, int64_t block_size, float* staged, const Work& work) {
+  if (run.length == block_size) return work(static_cast<float*>(run.data));
   std::memcpy(staged, run.data, run.length * 4);
   std::memset(staged + run.length, 0, (block_size - run.length) * 4);
-  tile.x = staged;
-  for_each_tile(block_size / kPlanes, tile);
+  work(staged);
   std::memcpy(run.data, staged, run.length * 4);
 }
 
@@ -430,46 +432,29 @@ INLINE float fold_lanes(float* acc, int64_t lanes) {
 }
 
 // First pass over a block: y into memory (it stays in the cache for the second pass), squares and sign bits in registers.
-template <class Maker> struct FirstPass {
-  const Maker& maker;
-  int64_t lanes;
-  int planes;  // those that hold valid elements
-  float* y;
-  uint32_t* words;
-  float* acc;
-
-  template <int N, int R> INLINE void run(int64_t lane) {
-    typename Maker::template Tile<N, R> tile(maker, lane);
+// planes: those that hold valid elements
+template <class Maker>
+INLINE void first_pass(const Maker& maker, int64_t lanes, int planes, float* y, uint32_t* words, float* acc) {
+  for_each_tile(lanes, [=](auto n, auto r, int64_t lane) INLINED {
+    constexpr int N = n, R = r;
+    auto value = maker(n, r, lane);
     F<N> sum[R];
     U<N> word[R];
-    for (int r = 0; r < R; ++r) sum[r] = F<N>{}, word[r] = U<N>{};
-    float* const to = y;
-    const int64_t step = lanes, end = planes * lanes + lane;
-    for (int64_t i = lane; i < end; i += step) {
-      for (int r = 0; r < R; ++r) {
-        const F<N> value = tile.value(r, i + r * N);
-        store<N>(to + i + r * N, value);
-        sum[r] = sum[r] + value * value;
-        word[r] = (word[r] >> 1) | (bits_as<U<N>>(value) & kSign);  // after 32 planes, bit k is plane k
+    for (int v = 0; v < R; ++v) sum[v] = F<N>{}, word[v] = U<N>{};
+    for (int64_t i = lane, end = planes * lanes + lane; i < end; i += lanes)
+      for (int v = 0; v < R; ++v) {
+        const F<N> now = value(v, i + v * N);
+        store<N>(y + i + v * N, now);
+        sum[v] = sum[v] + now * now;
+        word[v] = (word[v] >> 1) | (bits_as<U<N>>(now) & kSign);  // after 32 planes, bit k is plane k
       }
-    }
     const int left = kPlanes - planes;  // at most 31: a block with a valid element has a plane
-    for (int r = 0; r < R; ++r) {
-      store<N>(words + lane + r * N, static_cast<U<N>>(word[r] >> left));
-      store<N>(acc + lane + r * N, sum[r]);
+    for (int v = 0; v < R; ++v) {
+      store<N>(words + lane + v * N, static_cast<U<N>>(word[v] >> left));
+      store<N>(acc + lane + v * N, sum[v]);
     }
-  }
-};
-
-// A maker that takes y from memory: for blocks whose padding had to be cleared first.
-struct FromMemory {
-  const float* y;
-  template <int N, int R> struct Tile {
-    const float* y;
-    INLINE Tile(const FromMemory& maker, int64_t) : y(maker.y) {}
-    INLINE F<N> value(int, int64_t i) const { return load<N>(y + i); }
-  };
-};
+  });
+}
 
 template <int N> INLINE F<N> residual_of(F<N> y, F<N> scale) {  // y - (+-scale), the sign being that of y
   return y - bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(scale) | (bits_as<U<N>>(y) & kSign)));
@@ -506,11 +491,14 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
     return;
   }
   const int planes = static_cast<int>((length + lanes - 1) / lanes);
-  for_each_tile(lanes, FirstPass<Maker>{maker, lanes, planes, y, out.words, acc});
+  first_pass(maker, lanes, planes, y, out.words, acc);
   if (length < block_size) {
     // Padding takes part in nothing. (Its y can be anything: a decoded old momentum is never 0 there.)
     std::memset(y + length, 0, (block_size - length) * 4);
-    for_each_tile(lanes, FirstPass<FromMemory>{FromMemory{y}, lanes, planes, y, out.words, acc});
+    const auto from_memory = [=](auto n, auto, int64_t) INLINED {
+      return [=](int, int64_t i) INLINED { return load<decltype(n)::value>(y + i); };
+    };
+    first_pass(from_memory, lanes, planes, y, out.words, acc);
   }
   const float scale = std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
   *out.scale = scale;
@@ -538,48 +526,6 @@ enum class Momentum { kNone, kFlat, kPacked };
 
 enum class Gradient { kNone, kPlain, kScaled };  // scaled: times r
 
-// y = ((a*m) + ((b*g)*r)) + e ; a missing term is +0.0
-template <Momentum M, Gradient G, class E, class D> struct Worker {
-  float a, b;
-  const float* m;
-  const uint32_t* m_words;
-  float m_scale;
-  const float* g;
-  const D* r;
-  const E* e;
-  float owed;
-
-  template <int N, int R> struct Tile {
-    const float *m, *g;
-    const D* scale;
-    const E* e;
-    F<N> owed;
-    F<N> a, b;  // a: its product with the scale where m is packed, since a * -s == -(a * s)
-    Signs<N> old[R];
-    INLINE Tile(const Worker& w, int64_t lane)
-        : m(w.m), g(w.g), scale(w.r), e(w.e), owed(splat<N>(w.owed)), a(splat<N>(w.a)), b(splat<N>(w.b)) {
-      if (M == Momentum::kPacked) {
-        a = splat<N>(w.a * w.m_scale);
-        for (int r = 0; r < R; ++r) old[r].begin(w.m_words + lane + r * N);
-      }
-    }
-    INLINE F<N> value(int r, int64_t i) {
-      constexpr int kAhead = 384;  // further would push three streams out of the first cache
-      F<N> y = splat<N>(0.0f);
-      ask<kAhead, true>(e + i);
-      if (M == Momentum::kFlat) ask<kAhead>(m + i);
-      if (G != Gradient::kNone) ask<kAhead>(g + i);
-      if (G == Gradient::kScaled) ask<kAhead>(scale + i);
-      if (M == Momentum::kFlat) y = a * load<N>(m + i);
-      if (M == Momentum::kPacked) y = old[r].next(a);
-      if (G == Gradient::kNone) y = y + splat<N>(0.0f);
-      if (G == Gradient::kPlain) y = y + b * load<N>(g + i);
-      if (G == Gradient::kScaled) y = y + (b * load<N>(g + i)) * load<N>(scale + i);
-      return y + residual_at<N>(e + i, owed);
-    }
-  };
-};
-
 struct CompressArgs {
   int64_t block_size, blocks;
   const int32_t* lengths;
@@ -595,113 +541,124 @@ struct CompressArgs {
   Payload out;
 };
 
+// y = ((a*m) + ((b*g)*r)) + e ; a missing term is +0.0
 template <Momentum M, Gradient G, class E, class D> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), staged(x.spans != nullptr ? size : 0), y(kHoldsY<E> ? 0 : size);
+    Scratch acc(lanes), staged(x.spans != nullptr ? size : 0), kept(kHoldsY<E> ? 0 : size);
     SpanCursor cursor(x.spans, x.lengths, size, first);
     for (int64_t block = first; block < last; ++block) {
-      const int64_t length = x.lengths[block];
       prefetch_words<true>(x.out, block, lanes);
-      Worker<M, G, E, D> worker{};
       E* const e = static_cast<E*>(x.e) + block * size;
-      worker.e = e;
       float* const owed = x.owed + (std::is_same_v<E, Owing> ? block : 0);
-      if constexpr (std::is_same_v<E, Owing>) worker.owed = *owed;
-      if (M != Momentum::kNone) worker.a = x.a[block];
-      if (M == Momentum::kFlat) worker.m = x.m + block * size;
+      const float owes = std::is_same_v<E, Owing> ? *owed : 0.0f;
+      float a = 0.0f, b = 0.0f;
+      const uint32_t* words = nullptr;
+      const float *m = nullptr, *g = nullptr;
+      const D* r = nullptr;
+      if (M != Momentum::kNone) a = x.a[block];
+      if (M == Momentum::kFlat) m = x.m + block * size;
       if (M == Momentum::kPacked) {
         const Block old = block_of(x.m_packed, block, lanes);
         prefetch_words<false>(x.m_packed, block, lanes);
-        worker.m_words = old.words;
-        worker.m_scale = *old.scale;
+        words = old.words;
+        a = a * *old.scale;  // since a * -s == -(a * s)
       }
-      if (G == Gradient::kScaled) worker.r = static_cast<const D*>(x.r) + block * size;
       if (G != Gradient::kNone) {
-        worker.b = x.b[block];
-        if (x.spans == nullptr) {
-          worker.g = x.g + block * size;
-        } else {
-          worker.g = whole_block(cursor.at(block), size, staged);
-        }
+        b = x.b[block];
+        g = x.spans == nullptr ? x.g + block * size : whole_block(cursor.at(block), size, staged);
       }
-      quantize(worker, size, length, e, owed, y, block_of(x.out, block, lanes), acc);
+      if (G == Gradient::kScaled) r = static_cast<const D*>(x.r) + block * size;
+      const auto worker = [=](auto n, auto count, int64_t lane) INLINED {
+        constexpr int N = n, R = count;
+        Signs<N, R> old;
+        if (M == Momentum::kPacked) old = Signs<N, R>(words + lane);
+        const F<N> am = splat<N>(a), bg = splat<N>(b), due = splat<N>(owes);
+        return [=](int v, int64_t i) mutable INLINED {
+          constexpr int kAhead = 384;  // further would push three streams out of the first cache
+          F<N> y = splat<N>(0.0f);
+          ask<kAhead, true>(e + i);
+          if (M == Momentum::kFlat) ask<kAhead>(m + i);
+          if (G != Gradient::kNone) ask<kAhead>(g + i);
+          if (G == Gradient::kScaled) ask<kAhead>(r + i);
+          if (M == Momentum::kFlat) y = am * load<N>(m + i);
+          if (M == Momentum::kPacked) y = old.next(am, v);
+          if (G == Gradient::kNone) y = y + splat<N>(0.0f);
+          if (G == Gradient::kPlain) y = y + bg * load<N>(g + i);
+          if (G == Gradient::kScaled) y = y + (bg * load<N>(g + i)) * load<N>(r + i);
+          return y + residual_at<N>(e + i, due);
+        };
+      };
+      quantize(worker, size, x.lengths[block], e, owed, kept, block_of(x.out, block, lanes), acc);
     }
   });
 }
 
 // ----- reduce -----------------------------------------------------------------------------------------------------------
 
-// z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number, whose words do not fit the registers
-template <int Rows, class E> struct Server {
-  int rows;
+// The rows of a tile, in registers.
+template <int Rows, int N, int R> struct TileRows {
+  F<N> scale[Rows];
+  Signs<N, R> signs[Rows];
+  INLINE TileRows(const float* scales, const uint32_t* const* words, int64_t lane, int) {
+    for (int row = 0; row < Rows; ++row) scale[row] = splat<N>(scales[row]), signs[row] = Signs<N, R>(words[row] + lane);
+  }
+  INLINE F<N> sum(int v) {
+    F<N> z = signs[0].next(scale[0], v);
+    for (int row = 1; row < Rows; ++row) z = z + signs[row].next(scale[row], v);
+    return z;
+  }
+};
+
+// Any number of rows, whose words do not fit the registers.
+template <int N, int R> struct TileRows<0, N, R> {
   const float* scales;
   const uint32_t* const* words;
-  float inv_n;
-  const E* d;
-  float owed;
-
-  template <int N, int R> struct Tile {
-    static constexpr int kHeld = std::max(1, Rows);
-    const Server& s;
-    const E* d;
-    int64_t first_lane;
-    int seen = 0;  // calls: R for each plane
-    F<N> owed, inv_n, scale[kHeld];
-    Signs<N> signs[kHeld][R];
-    INLINE Tile(const Server& s, int64_t lane) : s(s), d(s.d), first_lane(lane), owed(splat<N>(s.owed)), inv_n(splat<N>(s.inv_n)) {
-      for (int row = 0; row < Rows; ++row) {
-        scale[row] = splat<N>(s.scales[row]);
-        for (int r = 0; r < R; ++r) signs[row][r].begin(s.words[row] + lane + r * N);
-      }
-    }
-    INLINE F<N> term(int row, int r, int shift) const {
-      const U<N> word = load<N>(s.words[row] + first_lane + r * N) << shift;
-      return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(splat<N>(s.scales[row])) ^ (word & kSign)));
-    }
-    INLINE F<N> value(int r, int64_t i) {
-      ask<2048, true>(d + i);
-      F<N> z;
-      if constexpr (Rows > 0) {
-        z = signs[0][r].next(scale[0]);
-        for (int row = 1; row < Rows; ++row) z = z + signs[row][r].next(scale[row]);
-      } else {
-        const int shift = kPlanes - 1 - seen++ / R;  // brings the plane's bit to the sign
-        z = term(0, r, shift);
-        for (int row = 1; row < s.rows; ++row) z = z + term(row, r, shift);
-      }
-      return z * inv_n + residual_at<N>(d + i, owed);
-    }
-  };
+  int64_t lane;
+  int rows, seen = 0;  // seen: calls, R for each plane
+  INLINE TileRows(const float* scales, const uint32_t* const* words, int64_t lane, int rows)
+      : scales(scales), words(words), lane(lane), rows(rows) {}
+  INLINE F<N> term(int row, int v, int shift) const {
+    const U<N> word = load<N>(words[row] + lane + v * N) << shift;
+    return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(splat<N>(scales[row])) ^ (word & kSign)));
+  }
+  INLINE F<N> sum(int v) {
+    const int shift = kPlanes - 1 - seen++ / R;  // brings the plane's bit to the sign
+    F<N> z = term(0, v, shift);
+    for (int row = 1; row < rows; ++row) z = z + term(row, v, shift);
+    return z;
+  }
 };
 
-struct ReduceArgs {
-  int64_t block_size, blocks, rows;
-  Payload received;
-  const int32_t* lengths;
-  void* d;
-  float* owed;
-  Payload out;
-  float inv_n;
-};
-
-template <int Rows, class E> void reduce(int threads, const ReduceArgs& x) {
-  const int64_t size = x.block_size, lanes = size / kPlanes;
-  parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), scales(x.rows), y(kHoldsY<E> ? 0 : size);
-    std::vector<const uint32_t*> words(x.rows);
+// z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number
+template <int Rows, class E>
+void reduce(int threads, int64_t size, int64_t blocks, int rows, const Payload& received, const int32_t* lengths, E* all_d,
+            float* all_owed, const Payload& out, float inv_n) {
+  const int64_t lanes = size / kPlanes;
+  parallel(threads, blocks, size, [&](int64_t first, int64_t last) {
+    Scratch acc(lanes), scale_of(rows), kept(kHoldsY<E> ? 0 : size);
+    std::vector<const uint32_t*> words_of(rows);
+    float* const scales = scale_of;
+    const uint32_t** const words = words_of.data();
     for (int64_t block = first; block < last; ++block) {
-      for (int64_t row = 0; row < x.rows; ++row) {
-        const Block in = block_of(x.received, row * x.blocks + block, lanes);
-        prefetch_words<false>(x.received, row * x.blocks + block, lanes);
+      for (int row = 0; row < rows; ++row) {
+        const Block in = block_of(received, row * blocks + block, lanes);
+        prefetch_words<false>(received, row * blocks + block, lanes);
         scales[row] = *in.scale;
         words[row] = in.words;
       }
-      E* const residual = static_cast<E*>(x.d) + block * size;
-      float* const owed = x.owed + (std::is_same_v<E, Owing> ? block : 0);
-      const Server<Rows, E> server{static_cast<int>(x.rows), scales, words.data(), x.inv_n, residual,
-                                   std::is_same_v<E, Owing> ? *owed : 0.0f};
-      quantize(server, size, x.lengths[block], residual, owed, y, block_of(x.out, block, lanes), acc);
+      E* const d = all_d + block * size;
+      float* const owed = all_owed + (std::is_same_v<E, Owing> ? block : 0);
+      const float owes = std::is_same_v<E, Owing> ? *owed : 0.0f;
+      const auto server = [=](auto n, auto r, int64_t lane) INLINED {
+        constexpr int N = n, R = r;
+        const F<N> share = splat<N>(inv_n), due = splat<N>(owes);
+        return [=, tile = TileRows<Rows, N, R>(scales, words, lane, rows)](int v, int64_t i) mutable INLINED {
+          ask<2048, true>(d + i);
+          return tile.sum(v) * share + residual_at<N>(d + i, due);
+        };
+      };
+      quantize(server, size, lengths[block], d, owed, kept, block_of(out, block, lanes), acc);
     }
   });
 }
@@ -710,118 +667,43 @@ template <int Rows, class E> void reduce(int threads, const ReduceArgs& x) {
 
 struct None {};  // in the place of the elements of what is not there
 
-// x = rule(x, +-(t*r)) with the signs of a block's bits, or without r
-template <class Rule, class D> struct Decode {
-  int64_t lanes;
-  float t;
-  const uint32_t* words;
-  const D* r;
-  Rule rule;
-  float* x;
+INLINE None operator+(None none, int64_t) { return none; }
 
-  template <int N, int R> INLINE void run(int64_t lane) {
-    Signs<N> signs[R];
-    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
+// x = rule(x, +-(t*r)) with the signs of a block's bits; r: an address, or None for 1
+template <class From, class Rule>
+INLINE void decode(int64_t lanes, float t, const uint32_t* words, From r, float* x, const Rule& rule) {
+  for_each_tile(lanes, [=](auto n, auto count, int64_t lane) INLINED {
+    constexpr int N = n, R = count;
+    Signs<N, R> signs(words + lane);
     const F<N> factor = splat<N>(t);
-    const Rule apply = rule;
-    const D* const from = r;
-    float* const to = x;
-    const int64_t step = lanes, end = kPlanes * lanes + lane;
-    for (int64_t i = lane; i < end; i += step)
+    for (int64_t i = lane, end = kPlanes * lanes + lane; i < end; i += lanes)
       for (int v = 0; v < R; ++v) {
-        ask<320, true>(to + i + v * N);
+        float* const to = x + i + v * N;
+        ask<320, true>(to);
         F<N> size = factor;
-        if constexpr (!std::is_same_v<D, None>) {
-          ask<320>(from + i + v * N);
-          size = factor * load<N>(from + i + v * N);
+        if constexpr (!std::is_same_v<From, None>) {
+          ask<320>(r + i + v * N);
+          size = factor * load<N>(r + i + v * N);
         }
-        store<N>(to + i + v * N, apply(load<N>(to + i + v * N), signs[v].next(size)));
+        store<N>(to, rule(load<N>(to), signs.next(size, v)));
       }
-  }
-};
-
-struct AdamRule {
-  float decay;
-  template <class V> INLINE V operator()(V x, V update) const { return x * decay - update; }
-};
-struct LambRule {
-  float wd, step;
-  template <class V> INLINE V operator()(V x, V update) const { return x - step * (update + wd * x); }
-};
-struct Unpack {
-  template <class V> INLINE V operator()(V, V update) const { return update; }
-};
+  });
+}
 
 // Decodes into every run of the spans, with t = alpha*scale; rule_of(first block of the span): every block of a span belongs to one
 // parameter, hence one group.
-template <class D, class RuleOf>
+template <class From, class RuleOf>
 void decode_runs(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans, const Payload& packed,
-                 const D* r, const float* alpha, const RuleOf& rule_of) {
+                 From r, const float* alpha, const RuleOf& rule_of) {
   const int64_t lanes = block_size / kPlanes;
   for_each_run(threads, block_size, blocks, lengths, spans, block_size, [&](int64_t block, const Run& run, float* staged) {
     const Block in = block_of(packed, block, lanes);
     prefetch_words<false>(packed, block, lanes);
-    const D* const from = std::is_same_v<D, None> ? nullptr : r + block * block_size;
-    using Rule = decltype(rule_of(block));
-    update_run(run, block_size, staged, Decode<Rule, D>{lanes, alpha[block] * *in.scale, in.words, from, rule_of(run.first_block), nullptr});
+    const float t = alpha[block] * *in.scale;
+    const auto rule = rule_of(run.first_block);
+    update_run(run, block_size, staged, [&](float* x) INLINED { decode(lanes, t, in.words, r + block * block_size, x, rule); });
   });
 }
-
-// ----- 1-bit LAMB -------------------------------------------------------------------------------------------------------
-
-struct LambFactors {  // of a block
-  float b1, i1, b2, o2, c2, eps, wd;
-  float old_scale, scale, t;  // t: alpha times scale
-};
-
-// ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (+-t)*r ; u = up + wd*x ; ratio = 1/(r*(sqrt(fresh*c2) + eps))
-template <class D> struct LambUpdate {
-  int64_t lanes, length;
-  LambFactors f;
-  const uint32_t *words, *old_words;  // old_words: null where the old momentum is flat
-  const float *m_old, *x;
-  const D* r;
-  float* fresh;
-  float *up_acc, *u_acc;
-  uint32_t* largest;  // per lane, as bits: for numbers >= 0 these are in the order of the values, and a NaN is above all
-
-  template <int N> INLINE void one(int64_t lane) const {
-    Signs<N> sign, old_sign;
-    sign.begin(words + lane);
-    if (old_words != nullptr) old_sign.begin(old_words + lane);
-    F<N> up_sum{}, u_sum{};
-    U<N> top{};
-    const LambFactors k = f;
-    const D* const r_from = r;
-    const float *const x_from = x, *const m_from = m_old;
-    float* const moments = fresh;
-    constexpr int kAhead = 512;
-    // in a block with padding N is 1
-    for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes) {
-      ask<kAhead, true>(moments + i);
-      ask<kAhead>(r_from + i);
-      ask<kAhead>(x_from + i);
-      const U<N> bit = bits_as<U<N>>(sign.next(F<N>{})) & kSign;
-      const F<N> m = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(k.scale) ^ bit));
-      const F<N> m0 = old_words != nullptr ? old_sign.next(splat<N>(k.old_scale)) : load<N>(m_from + i);
-      const F<N> ghat = (m - k.b1 * m0) * k.i1;
-      const F<N> learned = k.b2 * load<N>(moments + i) + k.o2 * (ghat * ghat);
-      store<N>(moments + i, learned);
-      const F<N> reciprocal = load<N>(r_from + i);
-      const F<N> up = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(k.t) ^ bit)) * reciprocal;
-      const F<N> u = up + k.wd * load<N>(x_from + i);
-      up_sum = up_sum + up * up;
-      u_sum = u_sum + u * u;
-      const F<N> ratio = 1.0f / (reciprocal * (root<N>(learned * k.c2) + k.eps));
-      const U<N> seen = bits_as<U<N>>(ratio) & mask<N>(reciprocal > F<N>{});
-      const U<N> above = mask<N>(seen > top);
-      top = (seen & above) | (top & ~above);
-    }
-    store<N>(up_acc + lane, up_sum);
-    store<N>(u_acc + lane, u_sum);
-    store<N>(largest + lane, top);
-  }
-};
 
 // ----- BinSGDM ----------------------------------------------------------------------------------------------------------
 
@@ -856,49 +738,31 @@ inline void clear_padding(uint32_t* words, int64_t length, int64_t lanes) {
   for (int64_t i = std::max<int64_t>(0, length); i < kPlanes * lanes; ++i) words[i % lanes] &= ~(1u << (i / lanes));
 }
 
-// m = b*m + o*g ; a = b*a + o*|g| ; per lane the sum of a*a
-struct Averages {
-  int64_t lanes;
-  float b1, o1, b2, o2;
-  const float* g;
-  float *m, *a;
-  float* squares;
-
-  template <int N> INLINE void one(int64_t lane) const {
+// m = b1*m + o1*g ; a = b2*a + o2*|g| ; per lane the sum of a*a
+INLINE void average(int64_t lanes, float b1, float o1, float b2, float o2, const float* g, float* m, float* a, float* squares) {
+  for_each_vector(lanes, [=](auto n, int64_t lane) INLINED {
+    constexpr int N = n, kAhead = 512;
     F<N> sum{};
-    const float keep = b1, add = o1, keep_size = b2, add_size = o2;
-    float *const to_m = m, *const to_a = a;
-    const float* const from = g;
-    constexpr int kAhead = 512;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
-      ask<kAhead, true>(to_m + i);
-      ask<kAhead, true>(to_a + i);
-      ask<kAhead>(from + i);
-      const F<N> gradient = load<N>(from + i);
-      const F<N> size = keep_size * load<N>(to_a + i) + add_size * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
-      store<N>(to_m + i, keep * load<N>(to_m + i) + add * gradient);
-      store<N>(to_a + i, size);
+      ask<kAhead, true>(m + i);
+      ask<kAhead, true>(a + i);
+      ask<kAhead>(g + i);
+      const F<N> gradient = load<N>(g + i);
+      const F<N> size = b2 * load<N>(a + i) + o2 * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
+      store<N>(m + i, b1 * load<N>(m + i) + o1 * gradient);
+      store<N>(a + i, size);
       sum = sum + size * size;
     }
     store<N>(squares + lane, sum);
-  }
-};
+  });
+}
 
-// negative where not m > c*U with c = max(a, least) (c*U: U where c is 0) ; m = m + keep*(m - clip(m, -c, c))
-struct Sample {
-  int64_t lanes;
-  float least, keep;
-  float* m;
-  const float* a;
-  uint32_t per_block;
-  const Key& key;
-  uint32_t* words;
-
-  template <int N> INLINE void one(int64_t lane) const {
+// negative where not m > c*U with c = max(a, least) (c*U: U where c is 0) ; m = m + share*(m - clip(m, -c, c))
+INLINE void draw_signs(int64_t lanes, float least, float share, float* m, const float* a, uint32_t per_block, Key key, uint32_t* words) {
+  for_each_vector(lanes, [=](auto n, int64_t lane) INLINED {
+    constexpr int N = n;
     U<N> word{};
     const F<N> floor = splat<N>(least);
-    const float share = keep;
-    float* const to_m = m;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
       const F<N> size = load<N>(a + i);
       const U<N> above = mask<N>(size > floor);
@@ -906,80 +770,59 @@ struct Sample {
       const U<N> empty = mask<N>(bits_as<F<N>>(held) == F<N>{});
       const U<N> unit = held | (splat_bits<N>(1.0f) & empty);
       const F<N> threshold = bits_as<F<N>>(unit) * uniform<N>(draws<N>(per_block, key, i));
-      const F<N> moment = load<N>(to_m + i);
+      const F<N> moment = load<N>(m + i);
       word = (word >> 1) | (~mask<N>(moment > threshold) & kSign);
       if (share == 0.0f) continue;
       const U<N> sign = bits_as<U<N>>(moment) & kSign;
       const F<N> most = bits_as<F<N>>(held), magnitude = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(moment) & ~kSign));
       const U<N> excess = bits_as<U<N>>(magnitude - most) & mask<N>(magnitude > most);
-      store<N>(to_m + i, moment + share * bits_as<F<N>>(static_cast<U<N>>(excess | sign)));
+      store<N>(m + i, moment + share * bits_as<F<N>>(static_cast<U<N>>(excess | sign)));
     }
     store<N>(words + lane, word);
-  }
-};
+  });
+}
 
 // carry: z = (n - 2c)*share + carry ; negative where not z >= 0 ; carry = z - sign. Otherwise negative where not n - 2c > n*U
-struct Vote {
-  int64_t lanes;
-  int rows;
-  float share;  // 1 / rows
-  const uint32_t* const* received;
-  uint32_t per_block;
-  const Key& key;
-  uint32_t* out;
-  float* carry;  // of the block, or null
-
-  template <int N> INLINE U<N> negatives(int64_t lane, int plane) const {
-    U<N> count{};
-    for (int row = 0; row < rows; ++row) count = count + ((load<N>(received[row] + lane) >> plane) & 1u);
-    return count;
-  }
-  template <int N> INLINE void one(int64_t lane) const {
+INLINE void vote(int64_t lanes, uint32_t rows, float share, const uint32_t* const* received, uint32_t per_block, Key key, uint32_t* out,
+                 float* carry) {
+  for_each_vector(lanes, [=](auto n, int64_t lane) INLINED {
+    constexpr int N = n;
     U<N> word{};
-    const float part = share;
     for (int plane = 0; plane < kPlanes; ++plane) {
-      const I<N> balance = bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(rows) - 2u * negatives<N>(lane, plane)));
+      U<N> count{};
+      for (uint32_t row = 0; row < rows; ++row) count = count + ((load<N>(received[row] + lane) >> plane) & 1u);
+      const F<N> balance = to_floats<N>(bits_as<I<N>>(static_cast<U<N>>(rows - 2u * count)));
       if (carry != nullptr) {
         float* const at = carry + plane * lanes + lane;
         ask<512, true>(at);
-        const F<N> z = to_floats<N>(balance) * part + load<N>(at);
+        const F<N> z = balance * share + load<N>(at);
         const U<N> sign = ~mask<N>(z >= F<N>{}) & kSign;
         store<N>(at, z - bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | sign)));
         word = (word >> 1) | sign;
         continue;
       }
       const U<N> h = draws<N>(per_block, key, plane * lanes + lane);
-      const U<N> negative = ~mask<N>(to_floats<N>(balance) > static_cast<float>(rows) * uniform<N>(h));
-      word = (word >> 1) | (negative & kSign);
+      word = (word >> 1) | (~mask<N>(balance > static_cast<float>(rows) * uniform<N>(h)) & kSign);
     }
     store<N>(out + lane, word);
-  }
-};
+  });
+}
 
 // x = x*decay + lr*ubar where live, x*decay + 0 elsewhere
-struct ApplyVotes {
-  int64_t lanes;
-  float decay, lr;
-  const uint32_t *words, *live;
-  float* x;
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
-  template <int N> INLINE void one(int64_t lane) const {
-    const U<N> alive = load<N>(live + lane);
-    const float keep = decay;
-    float* const to = x;
+INLINE void apply_votes(int64_t lanes, float decay, float lr, const uint32_t* words, const uint32_t* live, float* x) {
+  for_each_vector(lanes, [=](auto n, int64_t lane) INLINED {
+    constexpr int N = n;
+    const U<N> negative = load<N>(words + lane), alive = load<N>(live + lane);
     for (int plane = 0; plane < kPlanes; ++plane) {
-      const F<N> ubar = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | (load<N>(words + lane) >> plane) << 31));
+      const F<N> ubar = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | (negative >> plane) << 31));
       const U<N> takes_part = U<N>{} - ((alive >> plane) & 1u);
       const F<N> delta = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(static_cast<F<N>>(lr * ubar)) & takes_part));
-      float* const at = to + plane * lanes + lane;
+      float* const at = x + plane * lanes + lane;
       ask<512, true>(at);
-      store<N>(at, load<N>(at) * keep + delta);
+      store<N>(at, load<N>(at) * decay + delta);
     }
-  }
-};
+  });
+}
 
 // ----- gradient statistics ----------------------------------------------------------------------------------------------
 
@@ -1105,15 +948,17 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
 EXPORT void onebit_reduce(int threads, int64_t block_size, int64_t blocks, int64_t rows, uint8_t* raw, int64_t stride,
                           const int32_t* lengths, void* d, int d_dtype, float* owed, uint8_t* out_raw, int64_t out_stride,
                           float inv_n) {
-  const ReduceArgs x{block_size, blocks, rows, {raw, stride, blocks}, lengths, d, owed, {out_raw, out_stride, blocks}, inv_n};
   by_residual(d_dtype, owed, [&](auto element) {
-    using E = decltype(element);
+    const auto of = [&](auto known) {
+      reduce<known>(threads, block_size, blocks, static_cast<int>(rows), {raw, stride, blocks}, lengths,
+                    static_cast<decltype(element)*>(d), owed, {out_raw, out_stride, blocks}, inv_n);
+    };
     switch (rows) {
-      case 1: return reduce<1, E>(threads, x);
-      case 2: return reduce<2, E>(threads, x);
-      case 3: return reduce<3, E>(threads, x);
-      case 4: return reduce<4, E>(threads, x);
-      default: return reduce<0, E>(threads, x);
+      case 1: return of(Int<1>{});
+      case 2: return of(Int<2>{});
+      case 3: return of(Int<3>{});
+      case 4: return of(Int<4>{});
+      default: return of(Int<0>{});
     }
   });
 }
@@ -1141,7 +986,7 @@ EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8
       float* to = out + block * block_size;
       const int64_t length = std::max<int64_t>(0, lengths[block]);
       const Block in = block_of(packed, block, lanes);
-      if (length) for_each_tile(lanes, Decode<Unpack, None>{lanes, *in.scale, in.words, nullptr, {}, to});
+      if (length) decode(lanes, *in.scale, in.words, None{}, to, [](auto, auto value) INLINED { return value; });
       std::memset(to + length, 0, (block_size - length) * 4);
     }
   });
@@ -1151,62 +996,83 @@ EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, c
                               uint8_t* raw, int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* decay,
                               const float* alpha) {
   const auto apply = [&](auto from) {
-    decode_runs(threads, block_size, blocks, lengths, spans, {raw, stride, per_row}, from, alpha,
-                [&](int64_t span) { return AdamRule{decay[span]}; });
+    decode_runs(threads, block_size, blocks, lengths, spans, {raw, stride, per_row}, from, alpha, [&](int64_t span) {
+      return [keep = decay[span]](auto x, auto update) INLINED { return x * keep - update; };
+    });
   };
-  if (r != nullptr) by_dtype(r, r_dtype, apply);
-  else apply(static_cast<const None*>(nullptr));
+  r != nullptr ? by_dtype(r, r_dtype, apply) : apply(None{});
 }
 
 EXPORT void onebit_lamb_apply(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
                               uint8_t* raw, int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* alpha,
                               const float* wd, const float* step) {
   by_dtype(r, r_dtype, [&](auto from) {
-    decode_runs(threads, block_size, blocks, lengths, spans, {raw, stride, per_row}, from, alpha,
-                [&](int64_t span) { return LambRule{wd[span], step[span]}; });
+    decode_runs(threads, block_size, blocks, lengths, spans, {raw, stride, per_row}, from, alpha, [&](int64_t span) {
+      return [decay = wd[span], rate = step[span]](auto x, auto update) INLINED { return x - rate * (update + decay * x); };
+    });
   });
 }
 
+// ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (+-t)*r ; u = up + wd*x ; ratio = 1/(r*(sqrt(fresh*c2) + eps))
 // factors: 8 rows of one fp32 per block (b1, i1, b2, o2, c2, eps, alpha, wd); out: 3 fp32 per block, and 0 where there is no tensor
 EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
                                uint8_t* raw, int64_t stride, int64_t per_row, const float* old, uint8_t* old_raw,
-                               int64_t old_stride, int64_t old_per_row, const void* r, int r_dtype, float* fresh,
+                               int64_t old_stride, int64_t old_per_row, const void* all_r, int r_dtype, float* fresh,
                                const float* factors, float* out) {
   const Payload now{raw, stride, per_row}, before{old_raw, old_stride, old_per_row};
   const int64_t lanes = block_size / kPlanes;
   std::fill(out, out + 3 * blocks, 0.0f);
-  by_dtype(r, r_dtype, [&](auto from) {
-    const auto work = [&](int64_t block, const Run& run, float* staged) {
-      const auto factor = [&](int row) { return factors[row * blocks + block]; };
-      const Block in = block_of(now, block, lanes);
-      LambUpdate<Element<decltype(from)>> update{};
-      update.lanes = lanes;
-      update.length = run.length;
-      update.f = {factor(0), factor(1), factor(2), factor(3), factor(4), factor(5), factor(7), 0.0f, *in.scale, factor(6) * *in.scale};
-      update.words = in.words;
-      if (old_raw != nullptr) {
-        const Block was = block_of(before, block, lanes);
-        update.f.old_scale = *was.scale;
-        update.old_words = was.words;
-      } else {
-        update.m_old = old + block * block_size;
-      }
-      update.r = from + block * block_size;
-      update.x = whole_block(run, block_size, staged);
-      update.fresh = fresh + block * block_size;
-      update.up_acc = staged + block_size;
-      update.u_acc = update.up_acc + lanes;
-      update.largest = reinterpret_cast<uint32_t*>(update.u_acc + lanes);
+  by_dtype(all_r, r_dtype, [&](auto from) {
+    for_each_run(threads, block_size, blocks, lengths, spans, block_size + 3 * lanes, [&](int64_t block, const Run& run, float* staged) {
+      const float* const f = factors + block;
+      const float b1 = f[0], i1 = f[blocks], b2 = f[2 * blocks], o2 = f[3 * blocks], c2 = f[4 * blocks], eps = f[5 * blocks];
+      const float alpha = f[6 * blocks], wd = f[7 * blocks];
+      const Block in = block_of(now, block, lanes), was = old_raw != nullptr ? block_of(before, block, lanes) : Block{};
+      const float scale = *in.scale, t = alpha * scale, old_scale = old_raw != nullptr ? *was.scale : 0.0f;
+      const float *const x = whole_block(run, block_size, staged), *const m_old = old_raw != nullptr ? nullptr : old + block * block_size;
+      const auto* const r = from + block * block_size;
+      float *const moments = fresh + block * block_size, *const up_acc = staged + block_size, *const u_acc = up_acc + lanes;
+      // per lane, as bits: for numbers >= 0 these are in the order of the values, and a NaN is above all
+      uint32_t* const largest = reinterpret_cast<uint32_t*>(u_acc + lanes);
+      const auto update = [=, length = run.length](auto n, int64_t lane) INLINED {
+        constexpr int N = n, kAhead = 512;  // N is 1 in a block with padding
+        Signs<N> sign(in.words + lane), old_sign;
+        if (m_old == nullptr) old_sign = Signs<N>(was.words + lane);
+        F<N> up_sum{}, u_sum{};
+        U<N> top{};
+        for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes) {
+          ask<kAhead, true>(moments + i);
+          ask<kAhead>(r + i);
+          ask<kAhead>(x + i);
+          const U<N> bit = bits_as<U<N>>(sign.next(F<N>{})) & kSign;
+          const F<N> m = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(scale) ^ bit));
+          const F<N> m0 = m_old == nullptr ? old_sign.next(splat<N>(old_scale)) : load<N>(m_old + i);
+          const F<N> ghat = (m - b1 * m0) * i1;
+          const F<N> learned = b2 * load<N>(moments + i) + o2 * (ghat * ghat);
+          store<N>(moments + i, learned);
+          const F<N> reciprocal = load<N>(r + i);
+          const F<N> up = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(t) ^ bit)) * reciprocal;
+          const F<N> u = up + wd * load<N>(x + i);
+          up_sum = up_sum + up * up;
+          u_sum = u_sum + u * u;
+          const F<N> ratio = 1.0f / (reciprocal * (root<N>(learned * c2) + eps));
+          const U<N> seen = bits_as<U<N>>(ratio) & mask<N>(reciprocal > F<N>{});
+          const U<N> above = mask<N>(seen > top);
+          top = (seen & above) | (top & ~above);
+        }
+        store<N>(up_acc + lane, up_sum);
+        store<N>(u_acc + lane, u_sum);
+        store<N>(largest + lane, top);
+      };
       if (run.length == block_size) {
         for_each_vector(lanes, update);
       } else {
-        for (int64_t lane = 0; lane < lanes; ++lane) update.template one<1>(lane);
+        for (int64_t lane = 0; lane < lanes; ++lane) update(Int<1>{}, lane);
       }
-      out[3 * block] = fold_lanes(update.up_acc, lanes);
-      out[3 * block + 1] = fold_lanes(update.u_acc, lanes);
-      out[3 * block + 2] = bits_as<float>(*std::max_element(update.largest, update.largest + lanes));
-    };
-    for_each_run(threads, block_size, blocks, lengths, spans, block_size + 3 * lanes, work);
+      out[3 * block] = fold_lanes(up_acc, lanes);
+      out[3 * block + 1] = fold_lanes(u_acc, lanes);
+      out[3 * block + 2] = bits_as<float>(*std::max_element(largest, largest + lanes));
+    });
   });
 }
 
@@ -1252,10 +1118,10 @@ EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const
       const float* from = g != nullptr ? g + at : whole_block(cursor.at(block), block_size, staged);
       uint32_t* const words = block_of(out, block, lanes).words;
       const auto factor = [&](int row) { return factors[row * blocks + block]; };
-      for_each_vector(lanes, Averages{lanes, factor(0), factor(1), factor(2), factor(3), from, m + at, a + at, squares});
+      average(lanes, factor(0), factor(1), factor(2), factor(3), from, m + at, a + at, squares);
       const float sum = fold_lanes(squares, lanes);
       const float least = phi > 0.0f && lengths[block] > 0 ? phi * root<1>(sum / static_cast<float>(lengths[block])) : 0.0f;
-      for_each_vector(lanes, Sample{lanes, least, factor(4), m + at, a + at, key.of_block(first_block + block), key, words});
+      draw_signs(lanes, least, factor(4), m + at, a + at, key.of_block(first_block + block), key, words);
       clear_padding(words, lengths[block], lanes);
     }
   });
@@ -1273,8 +1139,8 @@ EXPORT void onebit_vote(int threads, int64_t block_size, int64_t blocks, int64_t
     for (int64_t block = first; block < last; ++block) {
       for (int64_t row = 0; row < rows; ++row) words[row] = block_of(received, row * blocks + block, lanes).words;
       uint32_t* const to = out + block * lanes;
-      for_each_vector(lanes, Vote{lanes, static_cast<int>(rows), share, words.data(), key.of_block(first_block + block), key, to,
-                                  carry != nullptr ? carry + block * block_size : nullptr});
+      vote(lanes, static_cast<uint32_t>(rows), share, words.data(), key.of_block(first_block + block), key, to,
+           carry != nullptr ? carry + block * block_size : nullptr);
       clear_padding(to, lengths[block], lanes);
     }
   });
@@ -1284,7 +1150,8 @@ EXPORT void onebit_apply_votes(int threads, int64_t block_size, int64_t blocks, 
                                const uint32_t* words, const uint32_t* live, const float* decay, const float* lr) {
   const int64_t lanes = block_size / kPlanes;
   for_each_run(threads, block_size, blocks, lengths, spans, block_size, [&](int64_t block, const Run& run, float* staged) {
-    update_run(run, block_size, staged, ApplyVotes{lanes, decay[run.first_block], lr[block],
-                                                   words + block * lanes, live + block * lanes, nullptr});
+    update_run(run, block_size, staged, [&](float* x) INLINED {
+      apply_votes(lanes, decay[run.first_block], lr[block], words + block * lanes, live + block * lanes, x);
+    });
   });
 }
