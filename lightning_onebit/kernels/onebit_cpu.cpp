@@ -881,7 +881,7 @@ template <class Work> INLINE void by_residual(int dtype, const float* owed, cons
 
 EXPORT int onebit_abi() { return kAbi; }
 
-// For measurements and tests: 0 makes the kernels use helpers of their own where they would use torch's OpenMP team.
+// For measurements and tests: 0 makes the kernels use threads of their own where they would use torch's OpenMP team.
 EXPORT void onebit_use_openmp(int yes) { use_openmp = yes != 0; }
 
 EXPORT void onebit_gather(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans, float* out) {
