@@ -133,13 +133,15 @@ class ReferenceKernels:
         out.zero_()
         runs = [(out[part], tensor.reshape(-1)) for _, tensor, part in _held(bucket, spans)]
         if runs:
-            torch._foreach_copy_(*zip(*runs, strict=True))
+            targets, sources = zip(*runs, strict=True)
+            torch._foreach_copy_(targets, sources)
 
     def scatter(self, bucket: BlockMap, flat: Tensor, spans: Spans) -> None:
         """Copies a flat fp32 bucket back into parameter spans (cast to their dtype); None spans are left alone."""
         runs = [(tensor, flat[part]) for _, tensor, part in _held(bucket, spans)]
         if runs:
-            torch._foreach_copy_(*zip(*runs, strict=True))
+            targets, sources = zip(*runs, strict=True)
+            torch._foreach_copy_(targets, sources)
 
     def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
         """Squared norm and a finiteness verdict of local gradients in one pass.
