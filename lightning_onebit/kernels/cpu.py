@@ -41,7 +41,7 @@ from lightning_onebit.kernels.residual import Residual
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 17
+ABI = 18
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",

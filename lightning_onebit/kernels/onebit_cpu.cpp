@@ -45,7 +45,7 @@
 
 namespace {
 
-constexpr int kAbi = 17;
+constexpr int kAbi = 18;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
