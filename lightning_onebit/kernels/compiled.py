@@ -350,11 +350,10 @@ class CompiledKernels(ReferenceKernels):
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
         if out.rows != 1:
             raise ValueError(f"out must be one row, got {out.rows}")
-        arguments = (
-            *(rows, *self._payload(received, "received", rows * blocks, size)[:2]),
-            self._address(lengths, "lengths", blocks, torch.int32),
-            *(*self._residual(d, "d", blocks, size), *self._payload(out, "out", blocks, size)[:2], np.float32(inv_n)),
-        )
+        raw, target = self._payload(received, "received", rows * blocks, size), self._payload(out, "out", blocks, size)
+        residual = self._residual(d, "d", blocks, size)
+        where = self._address(lengths, "lengths", blocks, torch.int32)
+        arguments = (rows, *raw[:2], where, *residual, *target[:2], np.float32(inv_n))
         self._call(self._kernel("reduce", size, d, None, None), out.raw, size, blocks, arguments, sums=1)
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
