@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_onebit.kernels import BoundSpans
 from lightning_onebit.kernels.common import check_rows, increment_versions, is_dense
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
@@ -37,12 +37,14 @@ _NO_MOMENTUM = (0, 0, 0, 1)
 
 
 class Layout:
-    """What kernels know of a bucket, whatever tensors it is called with."""
+    """What kernels know of a bucket, whatever tensors it is called with; ``lengths``: address of those of its blocks."""
 
-    def __init__(self, bucket: BlockMap) -> None:
+    def __init__(self, bucket: BlockMap, kernels: CompiledKernels) -> None:
+        self.lengths = kernels._lengths(bucket)
         self.numels = [span.numel for span in bucket.spans]
         self.first_blocks = array("q", [span.block for span in bucket.spans])
         self.count = len(self.numels)
+        self.device_type, self.is_here = kernels._device_type, kernels._is_here
 
 
 class Bound:
@@ -66,24 +68,22 @@ class Bound:
     arguments: tuple[Argument, ...] = ()
     table: Any = None
 
-    def __init__(
-        self, layout: Layout, spans: Spans, name: str, dtypes: dict[torch.dtype, int], device_type: str
-    ) -> None:
+    def __init__(self, layout: Layout, spans: Spans, name: str, dtypes: dict[torch.dtype, int]) -> None:
         if len(spans) != layout.count:
             raise ValueError(f"{name} must have one entry per span, {layout.count}, got {len(spans)}")
         self.layout = layout
         self.copies: list[tuple[Tensor, Tensor]] = []
         self._written: list[Tensor] | None = None  # those that autograd counts
         # one fact of all tensors after the other, in comprehensions: gradients' tables are made at every step
-        is_here = attrgetter(f"is_{device_type}")
+        is_here, numels = layout.is_here, layout.numels
         there = [tensor for tensor in spans if tensor is not None]
-        numels = layout.numels
         if len(there) < len(spans):
             numels = [numel for tensor, numel in zip(spans, numels, strict=True) if tensor is not None]
         if [tensor.numel() for tensor in there] != numels or not all([is_here(tensor) for tensor in there]):
             tensor, numel = next((t, n) for t, n in zip(there, numels, strict=True) if t.numel() != n or not is_here(t))
             raise ValueError(
-                f"{name}: a span of {numel} elements on {device_type} got shape {tuple(tensor.shape)} on {tensor.device}"
+                f"{name}: a span of {numel} elements on {layout.device_type} got shape {tuple(tensor.shape)} on "
+                f"{tensor.device}"
             )
         if not all([tensor.dtype in dtypes and tensor.is_contiguous() for tensor in there]):
             spans = [t if t is None or (t.dtype in dtypes and t.is_contiguous()) else self._copy(t) for t in spans]
@@ -119,6 +119,7 @@ class CompiledKernels(ReferenceKernels):
     """
 
     _no_spans: tuple[Argument, ...]  # in the place of a table
+    _fp32: Callable[[float], Argument]  # a number as an argument
 
     def __init__(self, device_type: str) -> None:
         self._device_type = device_type
@@ -157,9 +158,9 @@ class CompiledKernels(ReferenceKernels):
         return None
 
     def _new_layout(self, bucket: BlockMap, near: Tensor) -> Layout:
-        return Layout(bucket)
+        return Layout(bucket, self)
 
-    def _tabulate(self, bound: Bound, near: Tensor) -> None:
+    def _tabulated(self, bound: Bound, near: Tensor) -> Bound:
         """Fills in ``arguments`` and ``table`` of what has been bound."""
         raise NotImplementedError
 
@@ -270,21 +271,21 @@ class CompiledKernels(ReferenceKernels):
     ) -> Bound:
         """The table of some spans; the one of an earlier call where they are the same."""
         layout = self._layout(bucket, near)
-        tables: dict[str, Any] = getattr(spans, "tables", {})  # of BoundSpans
+        if not isinstance(spans, BoundSpans):
+            return self._tabulated(Bound(layout, spans, name, dtypes), near)
         key = f"{self.name} {name} {len(dtypes)}"
-        known: Bound | None = tables.get(key)
+        known: Bound | None = spans.tables.get(key)
         if known is None or known.layout is not layout:
-            known = Bound(layout, spans, name, dtypes, self._device_type)
-            self._tabulate(known, near)
+            known = self._tabulated(Bound(layout, spans, name, dtypes), near)
             # a copy holds what the tensor held (gradients are bound for one step, in which nobody writes to them)
             if not known.copies or name == "g":
-                tables[key] = known
+                spans.tables[key] = known
         return known
 
     def _update(self, name: str, bucket: BlockMap, spans: Spans, near: Tensor, *arguments: Argument) -> None:
         """Calls a kernel that updates fp32 weights."""
         bound = self._bind(bucket, spans, "spans", near, FP32)
-        where = (self._lengths(bucket), *bound.arguments)
+        where = (bound.layout.lengths, *bound.arguments)
         self._call(name, near, bucket.block_size, bucket.blocks, (*where, *arguments))
         bound.written(spans)
 
@@ -294,7 +295,7 @@ class CompiledKernels(ReferenceKernels):
         """Spans to flat fp32 with zero padding."""
         target = self._address(out, "out", bucket.elements)
         bound = self._bind(bucket, spans, "spans", out)
-        arguments = (self._lengths(bucket), *bound.arguments, target)
+        arguments = (bound.layout.lengths, *bound.arguments, target)
         self._call("gather", out, bucket.block_size, bucket.blocks, arguments)
 
     def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -353,7 +354,7 @@ class CompiledKernels(ReferenceKernels):
         raw, target = self._payload(received, "received", rows * blocks, size), self._payload(out, "out", blocks, size)
         residual = self._residual(d, "d", blocks, size)
         where = self._address(lengths, "lengths", blocks, torch.int32)
-        arguments = (rows, *raw[:2], where, *residual, *target[:2], np.float32(inv_n))
+        arguments = (rows, *raw[:2], where, *residual, *target[:2], self._fp32(inv_n))
         self._call(self._kernel("reduce", size, d, None, None), out.raw, size, blocks, arguments, sums=1)
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
@@ -386,7 +387,7 @@ class CompiledKernels(ReferenceKernels):
         bound = self._bind(bucket, spans, "spans", r, FP32)
         result = torch.empty((blocks, 3), dtype=torch.float32, device=r.device)
         arguments = (
-            *(self._lengths(bucket), *bound.arguments, *self._payload(new, "new", blocks, size)),
+            *(bound.layout.lengths, *bound.arguments, *self._payload(new, "new", blocks, size)),
             *(*self._momentum(old, "old", blocks, size), *self._state(r, "r", elements)),
             self._address(fresh, "fresh", elements),
             *(self._address(factors, "factors", 8 * blocks), result.data_ptr()),
@@ -437,7 +438,7 @@ class CompiledKernels(ReferenceKernels):
         arguments = (
             *(self._lengths(bucket, lo), self._address(factors, "factors", 5 * blocks), *gradient),
             *(self._address(m, "m", blocks * size), self._address(a, "a", blocks * size)),
-            *(np.float32(phi), *key, first_block, *self._payload(out, "out", blocks, size, scales=False)),
+            *(self._fp32(phi), *key, first_block, *self._payload(out, "out", blocks, size, scales=False)),
         )
         self._call("sample", m, size, blocks, arguments, sums=1)
 
@@ -458,7 +459,7 @@ class CompiledKernels(ReferenceKernels):
         arguments = (
             *(rows, *self._payload(received, "received", rows * blocks, size, scales=False)[:2]),
             *(self._address(lengths, "lengths", blocks, torch.int32), *key, first_block),
-            *(self._address(out, "out", blocks * size // BITS_PER_WORD, torch.int32), np.float32(1.0 / rows)),
+            *(self._address(out, "out", blocks * size // BITS_PER_WORD, torch.int32), self._fp32(1.0 / rows)),
             0 if carry is None else self._address(carry, "carry", blocks * size),
         )
         self._call("vote", out, size, blocks, arguments)

@@ -299,6 +299,7 @@ class CpuKernels(CompiledKernels):
 
     name = "cpu"
     _no_spans = (0,)
+    _fp32 = float
 
     def __init__(self) -> None:
         super().__init__("cpu")
@@ -316,11 +317,12 @@ class CpuKernels(CompiledKernels):
     ) -> None:
         self._functions[name](torch.get_num_threads(), block_size, blocks, *arguments)
 
-    def _tabulate(self, bound: Bound, near: Tensor) -> None:
-        addresses, codes = array("Q", bound.addresses), array("B", bound.codes)
-        where = [memory.buffer_info()[0] for memory in (bound.layout.first_blocks, addresses, codes)]
-        table = array("Q", [bound.layout.count, *where])  # struct Spans
-        bound.table, bound.arguments = (addresses, codes, table), (table.buffer_info()[0],)
+    def _tabulated(self, bound: Bound, near: Tensor) -> Bound:
+        layout = bound.layout
+        words = (layout.count, layout.first_blocks.buffer_info()[0], *bound.addresses, *bound.codes)
+        bound.table = array("Q", words)  # struct Spans
+        bound.arguments = (bound.table.buffer_info()[0],)
+        return bound
 
     def _residual(self, residual: Tensor | Residual, name: str, blocks: int, block_size: int) -> tuple[Argument, ...]:
         values, owed = (residual.values, residual.owed) if isinstance(residual, Residual) else (residual, None)

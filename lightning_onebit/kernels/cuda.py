@@ -225,12 +225,12 @@ class _Recent(OrderedDict[Hashable, Any]):
 class _CudaLayout(Layout):
     """With the span of each block, and tables of tensors' addresses, on a device."""
 
-    def __init__(self, bucket: BlockMap, runtime: Runtime, device: torch.device) -> None:
-        super().__init__(bucket)
+    def __init__(self, bucket: BlockMap, kernels: CudaKernels, device: torch.device) -> None:
+        super().__init__(bucket, kernels)
         block_span = torch.full((bucket.blocks,), -1, dtype=torch.int32)
         for index, span in enumerate(bucket.spans):
             block_span[span.block : span.block + span.blocks(bucket.block_size)] = index
-        self.block_span = runtime.upload(block_span, device)
+        self.block_span = kernels._runtime.upload(block_span, device)
         self.tables = _Recent()
 
 
@@ -249,6 +249,7 @@ class CudaKernels(CompiledKernels):
 
     name = "cuda"
     _no_spans = (0, 0)
+    _fp32 = np.float32
 
     def __init__(self, runtime: Runtime | None = None) -> None:
         self._runtime: Runtime = CupyRuntime() if runtime is None else runtime
@@ -263,7 +264,7 @@ class CudaKernels(CompiledKernels):
         return near.device, self._runtime.stream(near.device)
 
     def _new_layout(self, bucket: BlockMap, near: Tensor) -> Layout:
-        return _CudaLayout(bucket, self._runtime, near.device)
+        return _CudaLayout(bucket, self, near.device)
 
     def _bind(
         self, bucket: BlockMap, spans: Spans, name: str, near: Tensor, dtypes: dict[torch.dtype, int] = DTYPES
@@ -271,7 +272,7 @@ class CudaKernels(CompiledKernels):
         with self._lock:
             return super()._bind(bucket, spans, name, near, dtypes)
 
-    def _tabulate(self, bound: Bound, near: Tensor) -> None:
+    def _tabulated(self, bound: Bound, near: Tensor) -> Bound:
         """Uploads the ``Span`` array of these addresses, only if it is not there already."""
         layout = bound.layout
         assert isinstance(layout, _CudaLayout)
@@ -286,6 +287,7 @@ class CudaKernels(CompiledKernels):
 
         bound.table = layout.tables.get_or_make((tuple(bound.addresses), tuple(bound.codes)), upload_table)
         bound.arguments = (layout.block_span.data_ptr(), bound.table.data_ptr())
+        return bound
 
     def _residual(self, residual: Tensor | Residual, name: str, blocks: int, block_size: int) -> tuple[Argument, ...]:
         return self._state(settled(residual), name, blocks * block_size)[:1]

@@ -98,6 +98,9 @@ template <int N> INLINE F<N> root(F<N> x) {  // IEEE 754 asks for the correctly 
 #if defined(__AVX512F__)
   if constexpr (N == 16) return _mm512_sqrt_ps(x);
 #endif
+#if defined(__AVX__)
+  if constexpr (N == 8) return _mm256_sqrt_ps(x);
+#endif
   if constexpr (N == 1) {
     return std::sqrt(x);
   } else {
@@ -304,11 +307,10 @@ template <bool Write> INLINE void prefetch_words(const Payload& payload, int64_t
   for (int64_t i = 0; i < lanes; i += 16) __builtin_prefetch(words + i, Write, 3);
 }
 
-struct Spans {  // in block order; blocks between and after them are padding (cpu.py makes it: four words of 8 bytes)
+struct Spans {  // in block order; blocks between and after them are padding. cpu.py writes it, in words of 8 bytes.
   int64_t count;
-  const int64_t* block;  // first block
-  void* const* data;     // null: no tensor
-  const uint8_t* dtype;
+  const int64_t* block;  // first block of each
+  uint64_t words[];      // addresses (0: no tensor), then dtypes
 };
 
 struct Run {  // the elements of one block that a span holds
@@ -320,8 +322,9 @@ struct Run {  // the elements of one block that a span holds
 
 // The elements of `block`, of which `length` are valid, that a tensor of the span holds.
 INLINE Run run_of(const Spans& spans, int64_t span, int64_t block, int64_t length, int64_t block_size) {
-  Run run{spans.data[span], spans.dtype[span], length, span, spans.block[span]};
-  if (run.data != nullptr) run.data = static_cast<char*>(run.data) + (block - run.first_block) * block_size * item_size(run.dtype);
+  Run run{nullptr, static_cast<uint8_t>(spans.words[spans.count + span]), length, span, spans.block[span]};
+  char* const data = reinterpret_cast<char*>(spans.words[span]);
+  if (data != nullptr) run.data = data + (block - run.first_block) * block_size * item_size(run.dtype);
   return run;
 }
 
@@ -329,20 +332,19 @@ INLINE Run run_of(const Spans& spans, int64_t span, int64_t block, int64_t lengt
 class SpanCursor {
  public:
   SpanCursor(const Spans* spans, const int32_t* lengths, int64_t block_size, int64_t first)
-      : spans_(spans != nullptr ? *spans : Spans{}), lengths_(lengths), size_(block_size) {
-    const int64_t* end = spans_.block + spans_.count;
-    at_ = std::max<int64_t>(0, std::upper_bound(spans_.block, end, first) - spans_.block - 1);
+      : spans_(spans), lengths_(lengths), size_(block_size), count_(spans != nullptr ? spans->count : 0) {
+    if (count_ > 0) at_ = std::max<int64_t>(0, std::upper_bound(spans->block, spans->block + count_, first) - spans->block - 1);
   }
   INLINE Run at(int64_t block) {
-    while (at_ + 1 < spans_.count && spans_.block[at_ + 1] <= block) ++at_;
-    if (at_ >= spans_.count || block < spans_.block[at_] || lengths_[block] <= 0) return Run{nullptr, kFloat32, 0, 0, 0};
-    return run_of(spans_, at_, block, lengths_[block], size_);
+    while (at_ + 1 < count_ && spans_->block[at_ + 1] <= block) ++at_;
+    if (at_ >= count_ || block < spans_->block[at_] || lengths_[block] <= 0) return Run{nullptr, kFloat32, 0, 0, 0};
+    return run_of(*spans_, at_, block, lengths_[block], size_);
   }
 
  private:
-  const Spans spans_;
+  const Spans* spans_;
   const int32_t* lengths_;
-  int64_t size_, at_;
+  int64_t size_, count_, at_ = 0;
 };
 
 // Aligned scratch memory of one piece of work.
