@@ -130,9 +130,6 @@ def run_everything(
     written += [raw(t) for t in weights if t is not None]
     kernels.apply_adam(bucket, weights, old, flats[1].abs().to(divided), decay, alpha)
     written += [raw(t) for t in weights if t is not None]
-    targets = [None if t is None else torch.zeros_like(t) for t in gradients]
-    kernels.scatter(bucket, flats[2].clamp(-6e4, 6e4), targets)
-    written += [raw(t) for t in targets if t is not None]
     return written
 
 
@@ -180,10 +177,7 @@ def run_other_algorithms(
         **dict(factors=factors[:5].clone(), g=g, m=m, a=a, key=key, first_block=first_block, out=out),
     )
     note(m, a, out.raw)
-    live = torch.zeros((blocks, words), dtype=torch.int32)
-    kernels.mark_live(bucket, 0, blocks, a, live)
-    note(live)
-
+    live = torch.from_numpy(rng.integers(-(2**31), 2**31, (blocks, words)).astype(np.int32))
     workers = Packed.empty(int(rng.integers(1, 7)), chunk, size, has_scales=False)
     workers.words.copy_(torch.from_numpy(rng.integers(-(2**31), 2**31, workers.words.shape).astype(np.int32)))
     for carry in (None, flats[5][: chunk * size].clamp(-1, 1)):
@@ -316,10 +310,11 @@ def test_16_bit_residuals_of_special_numbers_are_those_of_the_reference(
     assert raw(mine[there]) == raw(theirs[there])
 
 
-def test_no_operation_is_left_to_the_reference() -> None:
+def test_only_rare_operations_are_left_to_the_reference(kernels: cpu.CpuKernels) -> None:
     """A kernel that is missing here would still give the right bits, a hundred times slower."""
     operations = {name for name in vars(ReferenceKernels) if not name.startswith("_") and name != "name"}
-    assert operations <= set(vars(cpu.CpuKernels))
+    inherited = {name for name in operations if getattr(cpu.CpuKernels, name) is getattr(ReferenceKernels, name)}
+    assert inherited == {"scatter", "mark_live"}
 
 
 @pytest.mark.parametrize("block_size", [8192, 65536, 65536 - 32])
@@ -371,24 +366,16 @@ def test_grad_stats_see_every_non_finite_element(
     assert kernels.grad_stats([sound, broken, sound, broken])[1] == 2
 
 
-def test_rounding_to_16_bits_is_that_of_torch(kernels: cpu.CpuKernels) -> None:
-    """Ties, the smallest halves and the step to infinity."""
-    values = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16).view(torch.float16).float()
-    values = values[values.isfinite()]
-    halfway = (values + values.roll(1)) / 2
-    near = torch.cat([values, halfway, halfway * (1 + 2**-20), halfway * (1 - 2**-20), values * 2])
-    near = torch.cat(
-        [near, torch.tensor([65519.0, 65520.0, 65521.0, -65520.0, 3e38, 2.0**-25, 2.0**-24, 3 * 2.0**-25])]
-    )
-    bucket = bucket_of([near.numel()], 2048)
+def test_16_bit_numbers_are_read_as_torch_reads_them(kernels: cpu.CpuKernels) -> None:
+    """Every one of them, denormals and infinities too."""
+    bits = torch.arange(0, 2**16, dtype=torch.int32).to(torch.int16)
+    bucket = bucket_of([bits.numel()], 2048)
     for dtype in (torch.float16, torch.bfloat16):
-        target = torch.empty(near.numel(), dtype=dtype)
-        flat = torch.zeros(bucket.elements)
-        flat[: near.numel()] = near
-        kernels.scatter(bucket, flat, [target])
-        assert raw(target) == raw(near.to(dtype))
-        kernels.gather(bucket, [target], flat)
-        assert raw(flat[: near.numel()]) == raw(target.float())
+        values = bits.view(dtype)
+        values = torch.where(values.isnan(), 0.0, values)
+        flat = torch.empty(bucket.elements)
+        kernels.gather(bucket, [values], flat)
+        assert raw(flat[: bits.numel()]) == raw(values.float())
 
 
 def test_flush_to_zero_of_the_caller_changes_no_bit_and_stays_on(kernels: cpu.CpuKernels) -> None:

@@ -24,6 +24,7 @@ from cuda_shim import ORDERS, ShimRuntime, cases, compiler, compilers, kernel_na
 from lightning_onebit import kernels as registry
 from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.kernels import KernelsUnavailable, Packed, cuda, get_backend
+from lightning_onebit.kernels.compiled import CompiledKernels
 from lightning_onebit.kernels.cuda import OPTIONS, SOURCE, CudaKernels
 from lightning_onebit.kernels.reference import ReferenceKernels
 from lightning_onebit.kernels.transfer import upload
@@ -580,7 +581,7 @@ def test_the_benchmark_runs_where_there_is_no_gpu_to_measure(
     report = json.loads((tmp_path / "gpu_kernels.json").read_text())
     assert set(gpu_kernels.TARGETS) <= set(report["results"]) and (tmp_path / "gpu_kernels.png").stat().st_size > 1000
     measured = {row["name"].split()[0] for row in report["rows"]}
-    operations = {n for n in vars(CudaKernels) if not n.startswith("_") and n != "name"}
+    operations = {n for n in (*vars(CompiledKernels), *vars(CudaKernels)) if not n.startswith("_") and n != "name"}
     assert operations <= measured, "every operation of the backend is measured"
     assert all(row["nbytes"] > 0 and row["milliseconds"] > 0 for row in report["rows"])
     assert "fused AdamW" in capsys.readouterr().out

@@ -114,10 +114,6 @@ class KernelsUnavailable(RuntimeError):
 KernelBackend = ReferenceKernels
 
 
-def _reference() -> KernelBackend:
-    return ReferenceKernels()
-
-
 def _cpu() -> KernelBackend:
     from lightning_onebit.kernels.cpu import CpuKernels  # compiles at first use, hence not at import
 
@@ -130,7 +126,7 @@ def _cuda() -> KernelBackend:
     return CudaKernels()
 
 
-_FACTORIES: dict[str, Callable[[], KernelBackend]] = {"reference": _reference, "cpu": _cpu, "cuda": _cuda}
+_FACTORIES: dict[str, Callable[[], KernelBackend]] = {"reference": ReferenceKernels, "cpu": _cpu, "cuda": _cuda}
 
 
 @cache

@@ -1,16 +1,14 @@
-"""What the compiled backends have in common: facts about tensors in memory, and a small block map for their self-tests."""
+"""Facts about tensors in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_onebit.kernels import SpanLike
     from lightning_onebit.kernels.packed import Packed
 
 
@@ -61,22 +59,3 @@ def increment_versions(tensors: Sequence[Tensor]) -> None:
         return
     for tensor in tensors:
         torch.autograd.graph.increment_version(tensor)
-
-
-@dataclass(frozen=True)
-class CheckMap:
-    """A block map without spans (see ``BlockMap``), on which a backend compares itself with the reference before its first use."""
-
-    block_size: int
-    lengths: Tensor
-    spans: tuple[SpanLike, ...] = ()
-
-    @property
-    def blocks(self) -> int:
-        """Blocks, empty ones included."""
-        return self.lengths.numel()
-
-    @property
-    def elements(self) -> int:
-        """``blocks * block_size``."""
-        return self.blocks * self.block_size

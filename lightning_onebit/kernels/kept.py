@@ -18,11 +18,6 @@ from pathlib import Path
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def record_path(path: Path) -> Path:
-    """Where the record of a kept file lies."""
-    return path.with_name(f"{path.name}.sha256")
-
-
 def is_private(info: os.stat_result) -> bool:
     """Whether something belongs to this user and nobody else can write to it."""
     return info.st_uid == os.geteuid() and not info.st_mode & _OTHERS_WRITE
@@ -30,7 +25,7 @@ def is_private(info: os.stat_result) -> bool:
 
 def fetch(path: Path) -> bytes | None:
     """The content of a kept file; None if there is none, or none to be believed."""
-    content, record = _read(path), _read(record_path(path))
+    content, record = _read(path), _read(_record_path(path))
     return content if content and record == _record(path, content) else None
 
 
@@ -40,32 +35,12 @@ def keep(path: Path, content: bytes) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
-    os.close(handle)
-    try:
-        Path(name).write_bytes(content)
-        publish(Path(name), path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+    _write(path, content)
+    _write(_record_path(path), _record(path, content))
 
 
-def publish(temporary: Path, path: Path) -> None:
-    """Gives a finished file in the same folder its name and its record.
-
-    Raises:
-        OSError: it cannot be written.
-    """
-    content = temporary.read_bytes()
-    _rename(temporary, path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(_record(path, content))
-        _rename(Path(name), record_path(path))
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
+def _record_path(path: Path) -> Path:
+    return path.with_name(f"{path.name}.sha256")
 
 
 def _record(path: Path, content: bytes) -> bytes:
@@ -89,18 +64,21 @@ def _read(path: Path) -> bytes | None:
             return None
 
 
-def _rename(temporary: Path, path: Path) -> None:
+def _write(path: Path, content: bytes) -> None:
     """Renames what is on the disk by then: after a loss of power there is the old file or the new one, never half of one."""
-    temporary.chmod(0o600)  # whatever the umask and the linker made of it
-    _flush(temporary)
-    os.replace(temporary, path)
-    with contextlib.suppress(OSError):  # some file systems do not flush folders
-        _flush(path.parent)
-
-
-def _flush(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    handle, name = tempfile.mkstemp(prefix=f".{path.stem}-", dir=path.parent)
     try:
-        os.fsync(handle)
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(handle)
+        os.replace(name, path)
     finally:
-        os.close(handle)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name)
+    with contextlib.suppress(OSError):  # some file systems do not flush folders
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -51,6 +51,12 @@ DEVICE float flip(float x, u32 word, int plane) { return as_float(bits_of(x) ^ (
 // s (>= 0) with the sign of y
 DEVICE float with_sign_of(float s, float y) { return as_float(bits_of(s) | (bits_of(y) & kSign)); }
 
+// body(0) .. body(N - 1), unrolled: an index into registers must be known to the compiler.
+template <int N, class Body> DEVICE void each(const Body& body) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) body(i);
+}
+
 // ----- memory -----------------------------------------------------------------------------------------------------------------
 
 // An address from a table in memory: the compiler cannot see that it is global, and would use slower, generic accesses.
@@ -95,21 +101,6 @@ DEVICE u16 float_to_bfloat(float x) {  // to nearest, ties to even
   return static_cast<u16>((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
 
-DEVICE u16 float_to_half(float x) {  // to nearest, ties to even
-  const u32 sign = bits_of(x) & kSign;
-  u32 u = bits_of(x) ^ sign, h;
-  if (u > 0x7f800000u) {
-    h = 0x7e00;
-  } else if (u >= 0x477ff000u) {
-    h = 0x7c00;
-  } else if (u < 0x38800000u) {  // below the smallest normal half: an fp32 addition rounds at the right place
-    h = bits_of(add(as_float(u), 0.5f)) - 0x3f000000u;
-  } else {
-    h = (u + 0xfffu + ((u >> 13) & 1u) - 0x38000000u) >> 13;
-  }
-  return static_cast<u16>(h | sign >> 16);
-}
-
 // An element of state: a float, or this in half the memory. For residuals, which are written too, kernels take its type as a template's
 // argument E; reciprocal denominators, which are only read, say what they are (Reciprocals).
 struct Bfloat {
@@ -151,11 +142,8 @@ struct Reciprocals {
 };
 
 DEVICE Reciprocals reciprocals_of_block(const void* r, i64 dtype, int block, i64 block_size) {
-  Reciprocals x;
-  x.there = r != nullptr;
-  x.narrow = dtype == kBfloat16;
-  x.at = static_cast<const char*>(r) + block * block_size * (x.narrow ? 2 : 4);
-  return x;
+  const bool narrow = dtype == kBfloat16;
+  return {static_cast<const char*>(r) + block * block_size * (narrow ? 2 : 4), r != nullptr, narrow};
 }
 
 DEVICE float widen(u32 x, int dtype) { return dtype == kBfloat16 ? bfloat_to_float(x) : half_to_float(x); }
@@ -163,13 +151,6 @@ DEVICE float widen(u32 x, int dtype) { return dtype == kBfloat16 ? bfloat_to_flo
 DEVICE float load1(const char* base, int dtype, int i) {
   if (dtype == kFloat32) return reinterpret_cast<const float*>(base)[i];
   return widen(reinterpret_cast<const u16*>(base)[i], dtype);
-}
-
-DEVICE void store1(char* base, int dtype, int i, float x) {
-  if (dtype == kFloat32)
-    reinterpret_cast<float*>(base)[i] = x;
-  else
-    reinterpret_cast<u16*>(base)[i] = dtype == kBfloat16 ? float_to_bfloat(x) : float_to_half(x);
 }
 
 // ----- which thread does what -------------------------------------------------------------------------------------------------
@@ -183,29 +164,17 @@ struct Here {
 };
 
 DEVICE Here here(i64 block_size, i64 blocks) {
-  Here h;
-  h.t = threadIdx.x;
-  h.T = blockDim.x;
-  h.group = threadIdx.y;
-  h.lanes = static_cast<int>(block_size) / kPlanes;
   const i64 block = static_cast<i64>(blockIdx.x) * blockDim.y + threadIdx.y;
-  h.live = block < blocks;
-  h.block = static_cast<int>(h.live ? block : 0);
-  return h;
+  const bool live = block < blocks;
+  const int t = threadIdx.x, T = blockDim.x, group = threadIdx.y, lanes = static_cast<int>(block_size) / kPlanes;
+  return {t, T, group, static_cast<int>(live ? block : 0), lanes, live};
 }
 
 DEVICE bool vectors(const Here& h) { return h.T == h.lanes && h.lanes % 4 == 0; }
 
 struct Vectors {  // the thread's elements in the vector layout
   int first, step, lane, plane;
-  DEVICE Vectors of(const Here& h) {
-    Vectors v;
-    v.first = 4 * h.t;
-    v.step = 4 * h.lanes;
-    v.lane = v.first % h.lanes;
-    v.plane = v.first / h.lanes;
-    return v;
-  }
+  DEVICE Vectors of(const Here& h) { return {4 * h.t, 4 * h.lanes, 4 * h.t % h.lanes, 4 * h.t / h.lanes}; }
   MEMBER int at(int c) const { return first + step * c; }
   MEMBER int plane_of(int c) const { return plane + 4 * c; }
 };
@@ -221,10 +190,8 @@ DEVICE Bits bits_of_block(char* raw, i64 stride, i64 per_row, int block, int lan
   const u32 row = static_cast<u32>(block) / static_cast<u32>(per_row);
   const i64 column = static_cast<u32>(block) % static_cast<u32>(per_row);
   char* start = raw + row * stride;
-  Bits b;
-  b.scale = scales ? reinterpret_cast<float*>(start) + column : nullptr;
-  b.words = reinterpret_cast<u32*>(start + (scales ? per_row * 4 : 0)) + column * lanes;
-  return b;
+  return {scales ? reinterpret_cast<float*>(start) + column : nullptr,
+          reinterpret_cast<u32*>(start + (scales ? per_row * 4 : 0)) + column * lanes};
 }
 
 // ----- spans: runs of elements of parameters and gradients, where torch put them ----------------------------------------------
@@ -247,48 +214,41 @@ DEVICE Run run_of_block(const int* block_span, const Span* spans, int block, i64
   const int index = block_span[block];
   const Span span = spans[index < 0 ? 0 : index];
   const i64 offset = (block - span.first_block) * block_size * (span.dtype == kFloat32 ? 4 : 2);
-  Run run;
-  run.held = index >= 0 && span.address != 0;
-  run.data = global_pointer(span.address + offset);
-  run.dtype = span.dtype;
-  run.first_block = span.first_block;
-  return run;
+  return {index >= 0 && span.address != 0, global_pointer(span.address + offset), span.dtype, span.first_block};
 }
 
 // The elements of one block of a flat tensor, which may be null
 DEVICE Run flat_run(const float* flat, int block, i64 block_size) {
-  Run run;
-  run.held = flat != nullptr;
-  run.data = reinterpret_cast<char*>(const_cast<float*>(flat + block * block_size));
-  run.dtype = kFloat32;
-  run.first_block = block;
-  return run;
+  return {flat != nullptr, reinterpret_cast<char*>(const_cast<float*>(flat + block * block_size)), kFloat32, block};
+}
+
+// Four 16-bit values into the low halves of v
+DEVICE void load_halves4(float* v, const char* p) {
+  const uint2 raw = *reinterpret_cast<const uint2*>(p);
+  v[0] = as_float(raw.x & 0xffffu), v[1] = as_float(raw.x >> 16);
+  v[2] = as_float(raw.y & 0xffffu), v[3] = as_float(raw.y >> 16);
 }
 
 // Widens 16-bit values that wait in the low halves of v; one branch for all, not one for each.
 template <int N> DEVICE void widen_all(float (&v)[N], int dtype) {
   if (dtype == kBfloat16) {
-#pragma unroll
-    for (int q = 0; q < N; ++q) v[q] = bfloat_to_float(bits_of(v[q]));
+    each<N>([&](int q) { v[q] = bfloat_to_float(bits_of(v[q])); });
   } else {
-#pragma unroll
-    for (int q = 0; q < N; ++q) v[q] = half_to_float(bits_of(v[q]));
+    each<N>([&](int q) { v[q] = half_to_float(bits_of(v[q])); });
   }
 }
 
 // Elements index(0) .. index(N-1) of a run; 0 past `length` and where there is no tensor. All loads are issued before any is used.
 template <int N, class Index> DEVICE void load_each(float (&v)[N], const Run& run, int length, const Index& index) {
   if (run.held && run.dtype == kFloat32) {
-#pragma unroll
-    for (int q = 0; q < N; ++q) v[q] = index(q) < length ? reinterpret_cast<const float*>(run.data)[index(q)] : 0.0f;
+    each<N>([&](int q) { v[q] = index(q) < length ? reinterpret_cast<const float*>(run.data)[index(q)] : 0.0f; });
   } else if (run.held) {
-#pragma unroll
-    for (int q = 0; q < N; ++q)
+    each<N>([&](int q) {
       v[q] = as_float(index(q) < length ? reinterpret_cast<const u16*>(run.data)[index(q)] : 0u);
+    });
     widen_all(v, run.dtype);
   } else {
-#pragma unroll
-    for (int q = 0; q < N; ++q) v[q] = 0.0f;
+    each<N>([&](int q) { v[q] = 0.0f; });
   }
 }
 
@@ -301,17 +261,9 @@ template <int P> DEVICE void load_planes(float (&v)[P], const Run& run, int leng
 DEVICE void load_vectors(float (&v)[4 * kChunks], const Run& run, const Vectors& at, int length, int block_size) {
   const bool full = run.held && length == block_size;
   if (full && run.dtype == kFloat32 && aligned(run.data, 16)) {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(v + 4 * c, reinterpret_cast<const float*>(run.data) + at.at(c));
+    each<kChunks>([&](int c) { load4(v + 4 * c, reinterpret_cast<const float*>(run.data) + at.at(c)); });
   } else if (full && run.dtype != kFloat32 && aligned(run.data, 8)) {
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-      const uint2 raw = *reinterpret_cast<const uint2*>(run.data + 2 * at.at(c));
-      v[4 * c] = as_float(raw.x & 0xffffu);
-      v[4 * c + 1] = as_float(raw.x >> 16);
-      v[4 * c + 2] = as_float(raw.y & 0xffffu);
-      v[4 * c + 3] = as_float(raw.y >> 16);
-    }
+    each<kChunks>([&](int c) { load_halves4(v + 4 * c, run.data + 2 * at.at(c)); });
     widen_all(v, run.dtype);
   } else {
     load_each(v, run, length, [=](int q) { return at.at(q / 4) + q % 4; });
@@ -320,23 +272,19 @@ DEVICE void load_vectors(float (&v)[4 * kChunks], const Run& run, const Vectors&
 
 // ----- sums in the fixed order ------------------------------------------------------------------------------------------------
 
-// Folds acc[0 .. lanes) into acc[0]: the upper half on the lower until one is left. Every thread of the thread block must call it.
-DEVICE void fold_lanes(float* acc, const Here& h) {
-  for (int width = h.lanes; width > 1;) {
-    const int half = (width + 1) / 2;
-    __syncthreads();
-    for (int i = h.t; i < width - half; i += h.T) acc[i] = add(acc[i], acc[half + i]);
-    width = half;
-  }
-  __syncthreads();
-}
+struct Sum {
+  static MEMBER float of(float a, float b) { return add(a, b); }
+};
+struct Largest {  // a NaN is above all
+  static MEMBER float of(float a, float b) { return b > a || b != b ? b : a; }
+};
 
-DEVICE void fold_lanes_max(float* acc, const Here& h) {
+// Folds acc[0 .. lanes) into acc[0]: the upper half on the lower until one is left. Every thread of the thread block must call it.
+template <class Of = Sum> DEVICE void fold_lanes(float* acc, const Here& h) {
   for (int width = h.lanes; width > 1;) {
     const int half = (width + 1) / 2;
     __syncthreads();
-    for (int i = h.t; i < width - half; i += h.T)
-      if (acc[half + i] > acc[i] || acc[half + i] != acc[half + i]) acc[i] = acc[half + i];
+    for (int i = h.t; i < width - half; i += h.T) acc[i] = Of::of(acc[i], acc[half + i]);
     width = half;
   }
   __syncthreads();
@@ -357,30 +305,37 @@ DEVICE float scale_of(float sum, int length, float factor = 1.0f) {
 
 // A maker has `template <int P> void planes(float (&y)[P], int lane, int plane)`: y of planes plane .. plane+P-1 of a lane.
 
+// y of planes plane .. plane+P-1 of a lane, 0 on padding; squares are added to `sum`, signs to `word`, and keep(i, y) is called.
+template <int P, class Maker, class Keep>
+DEVICE void make_planes(float (&y)[P], const Maker& maker, const Here& h, int length, int lane, int plane, float& sum, u32& word,
+                        const Keep& keep) {
+  if (h.live) maker.template planes<P>(y, lane, plane);
+#pragma unroll
+  for (int q = 0; q < P; ++q) {
+    const int i = (plane + q) * h.lanes + lane;
+    if (!h.live || i >= length) y[q] = 0.0f;
+    sum = add(sum, mul(y[q], y[q]));
+    word |= (bits_of(y[q]) >> 31) << (plane + q);
+    keep(i, y[q]);
+  }
+}
+
+// y - C(y), 0 on padding
+DEVICE float rest_of(float y, float scale, int i, int length) { return i < length ? sub(y, with_sign_of(scale, y)) : 0.0f; }
+
 // One lane per thread, all planes in registers.
 template <class Maker, class E>
 DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E* residual, const Bits& out, float* acc) {
-  float y[kPlanes];
-  if (h.live) maker.template planes<kPlanes>(y, h.t, 0);
-  float sum = 0.0f;
+  float y[kPlanes], sum = 0.0f;
   u32 word = 0;
-#pragma unroll
-  for (int k = 0; k < kPlanes; ++k) {
-    if (!h.live || k * h.lanes + h.t >= length) y[k] = 0.0f;
-    sum = add(sum, mul(y[k], y[k]));
-    word |= (bits_of(y[k]) >> 31) << k;
-  }
+  make_planes(y, maker, h, length, h.t, 0, sum, word, [](int, float) {});
   acc[h.t] = sum;
   if (h.live) out.words[h.t] = word;
   fold_lanes(acc, h);
   const float scale = scale_of(acc[0], length);
   if (!h.live) return;
   if (h.t == 0) *out.scale = scale;
-#pragma unroll
-  for (int k = 0; k < kPlanes; ++k) {
-    const int i = k * h.lanes + h.t;
-    store(residual + i, i < length ? sub(y[k], with_sign_of(scale, y[k])) : 0.0f);
-  }
+  each<kPlanes>([&](int k) { store(residual + k * h.lanes + h.t, rest_of(y[k], scale, k * h.lanes + h.t, length)); });
 }
 
 // Any number of lanes per thread: y waits in the residual's own memory.
@@ -392,15 +347,9 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float
     u32 word = 0;
     for (int k = 0; k < kPlanes; k += part) {
       float y[part];
-      if (h.live) maker.template planes<part>(y, lane, k);
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
-        const int i = (k + q) * h.lanes + lane;
-        if (!h.live || i >= length) y[q] = 0.0f;
-        sum = add(sum, mul(y[q], y[q]));
-        word |= (bits_of(y[q]) >> 31) << (k + q);
-        if (h.live) residual[i] = y[q];
-      }
+      make_planes(y, maker, h, length, lane, k, sum, word, [&](int i, float v) {
+        if (h.live) residual[i] = v;
+      });
     }
     acc[lane] = sum;
     if (h.live) out.words[lane] = word;
@@ -413,8 +362,7 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float
 #pragma unroll 8
     for (int k = 0; k < kPlanes; ++k) {
       const int i = k * h.lanes + lane;
-      const float y = residual[i];
-      residual[i] = i < length ? sub(y, with_sign_of(scale, y)) : 0.0f;
+      residual[i] = rest_of(residual[i], scale, i, length);
     }
 }
 
@@ -430,15 +378,9 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloa
       u32 word = 0;
       for (int k = 0; k < kPlanes; k += part) {
         float y[part];
-        if (h.live) maker.template planes<part>(y, lane, k);
-#pragma unroll
-        for (int q = 0; q < part; ++q) {
-          const int i = (k + q) * h.lanes + lane;
-          if (!h.live || i >= length) y[q] = 0.0f;
-          sum = add(sum, mul(y[q], y[q]));
-          word |= (bits_of(y[q]) >> 31) << (k + q);
-          if (pass && h.live) store(residual + i, i < length ? sub(y[q], with_sign_of(scale, y[q])) : 0.0f);
-        }
+        make_planes(y, maker, h, length, lane, k, sum, word, [&](int i, float v) {
+          if (pass && h.live) store(residual + i, rest_of(v, scale, i, length));
+        });
       }
       if (pass) continue;
       acc[lane] = sum;
@@ -473,21 +415,17 @@ template <int M, class E> struct Worker {
 
   template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
     float kept[P], moment[P], weight[P];
-#pragma unroll
-    for (int q = 0; q < P; ++q) kept[q] = value(e[(plane + q) * lanes + lane]);
-#pragma unroll
-    for (int q = 0; q < P; ++q) weight[q] = r.there ? r.one((plane + q) * lanes + lane) : 1.0f;
+    each<P>([&](int q) { kept[q] = value(e[(plane + q) * lanes + lane]); });
+    each<P>([&](int q) { weight[q] = r.there ? r.one((plane + q) * lanes + lane) : 1.0f; });
     if (M == kFlat) {
-#pragma unroll
-      for (int q = 0; q < P; ++q) moment[q] = m[(plane + q) * lanes + lane];
+      each<P>([&](int q) { moment[q] = m[(plane + q) * lanes + lane]; });
     }
     load_planes(y, g, length, lanes, lane, plane);
     const u32 word = M == kPacked ? m_words[lane] : 0u;
-#pragma unroll
-    for (int q = 0; q < P; ++q) {
+    each<P>([&](int q) {
       const float am = M == kNone ? 0.0f : M == kFlat ? mul(a, moment[q]) : flip(a, word, plane + q);
       y[q] = add(add(am, mul(mul(b, y[q]), weight[q])), kept[q]);
-    }
+    });
   }
 };
 
@@ -552,35 +490,31 @@ template <int M, class E, class D> DEVICE void compress_vectors(const CompressAr
   float y[4 * kChunks], kept[4 * kChunks];
   if (h.live) {
     u32 words[4] = {0u, 0u, 0u, 0u};
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(kept + 4 * c, residual + at.at(c));
+    each<kChunks>([&](int c) { load4(kept + 4 * c, residual + at.at(c)); });
     if (M == kPacked) load_words4(words, w.m_words + at.lane);
     load_vectors(y, w.g, at, w.length, kPlanes * h.lanes);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+    each<kChunks>([&](int c) {
       float moment[4] = {0.0f, 0.0f, 0.0f, 0.0f}, weight[4] = {1.0f, 1.0f, 1.0f, 1.0f};
       if (M == kFlat) load4(moment, w.m + at.at(c));
       if (M != kFlat && w.r.there) load4(weight, reinterpret_cast<const D*>(w.r.at) + at.at(c));
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
+      each<4>([&](int q) {
         const int i = 4 * c + q;
         const float am = M == kNone ? 0.0f : M == kFlat ? mul(w.a, moment[q]) : flip(w.a, words[q], at.plane_of(c));
         y[i] = add(add(am, mul(mul(w.b, y[i]), weight[q])), kept[i]);
         if (at.at(c) + q >= w.length) y[i] = 0.0f;
-      }
+      });
       store4(staged + at.at(c), y + 4 * c);
-    }
+    });
   }
   __syncthreads();
   float sum = 0.0f;
   if (h.live) {
     u32 word = 0;
-#pragma unroll
-    for (int k = 0; k < kPlanes; ++k) {
+    each<kPlanes>([&](int k) {
       const float v = staged[k * h.lanes + h.t];
       sum = add(sum, mul(v, v));
       word |= (bits_of(v) >> 31) << k;
-    }
+    });
     out.words[h.t] = word;
   }
   acc[h.t] = sum;
@@ -588,13 +522,12 @@ template <int M, class E, class D> DEVICE void compress_vectors(const CompressAr
   if (!h.live) return;
   const float scale = scale_of(acc[0], w.length);
   if (h.t == 0) *out.scale = scale;
-#pragma unroll
-  for (int c = 0; c < kChunks; ++c) {
+  each<kChunks>([&](int c) {
 #pragma unroll
     for (int q = 4 * c; q < 4 * c + 4; ++q)
       y[q] = at.at(c) + q % 4 < w.length ? sub(y[q], with_sign_of(scale, y[q])) : 0.0f;
     store4(residual + at.at(c), y + 4 * c);
-  }
+  });
 }
 
 // z = (C_0 + C_1 + ...) * inv_n + d
@@ -606,19 +539,11 @@ template <class E> struct Server {
   const E* d;
 
   template <int P> MEMBER void planes(float (&y)[P], int lane, int plane) const {
-    const int count = static_cast<int>(rows), scale_step = static_cast<int>(stride / 4);
-    const u32* scales = reinterpret_cast<const u32*>(raw) + block;
-    // from a row's scale to its word
-    const i64 to_word = per_row + static_cast<i64>(block) * (lanes - 1) + lane;
+    const int count = static_cast<int>(rows);
     // the first rows are on their way together with the residual, and later ones with each other: a wait for memory costs more than a row
     float kept[P], s[kRowsAtOnce];
     u32 word[kRowsAtOnce];
-#pragma unroll
-    for (int n = 0; n < kRowsAtOnce; ++n) {
-      const u32* at = scales + static_cast<i64>(n) * scale_step;
-      s[n] = n < count ? as_float(at[0]) : 0.0f;
-      word[n] = n < count ? at[to_word] : 0u;
-    }
+    load_rows(s, word, 0, lane);
 #pragma unroll
     for (int q = 0; q < P; ++q) kept[q] = value(d[(plane + q) * lanes + lane]);
 #pragma unroll
@@ -628,19 +553,25 @@ template <class E> struct Server {
       if (n < count) plus<P>(y, s[n], word[n], plane);
 #pragma unroll 1
     for (int row = kRowsAtOnce; row < count; row += kRowsAtOnce) {
-      const u32* from = scales + static_cast<i64>(row) * scale_step;
-#pragma unroll
-      for (int n = 0; n < kRowsAtOnce; ++n) {
-        const u32* at = from + static_cast<i64>(n) * scale_step;
-        s[n] = row + n < count ? as_float(at[0]) : 0.0f;
-        word[n] = row + n < count ? at[to_word] : 0u;
-      }
+      load_rows(s, word, row, lane);
 #pragma unroll
       for (int n = 0; n < kRowsAtOnce; ++n)
         if (row + n < count) plus<P>(y, s[n], word[n], plane);
     }
 #pragma unroll
     for (int q = 0; q < P; ++q) y[q] = add(mul(y[q], inv_n), kept[q]);
+  }
+
+  MEMBER void load_rows(float (&s)[kRowsAtOnce], u32 (&word)[kRowsAtOnce], int row, int lane) const {
+    const int count = static_cast<int>(rows), scale_step = static_cast<int>(stride / 4);
+    const u32* from = reinterpret_cast<const u32*>(raw) + block + static_cast<i64>(row) * scale_step;
+    const i64 to_word = per_row + static_cast<i64>(block) * (lanes - 1) + lane;  // from a row's scale
+#pragma unroll
+    for (int n = 0; n < kRowsAtOnce; ++n) {
+      const u32* at = from + static_cast<i64>(n) * scale_step;
+      s[n] = row + n < count ? as_float(at[0]) : 0.0f;
+      word[n] = row + n < count ? at[to_word] : 0u;
+    }
   }
 
   template <int P> static MEMBER void plus(float (&y)[P], float s, u32 word, int plane) {
@@ -681,15 +612,7 @@ DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, 
                    i64 out_stride, float inv_n, char* scratch) {
   const Here h = here(block_size, blocks);
   E* residual = d + h.block * block_size;
-  Server<E> server;
-  server.raw = raw;
-  server.stride = stride;
-  server.per_row = blocks;
-  server.rows = rows;
-  server.block = h.block;
-  server.lanes = h.lanes;
-  server.inv_n = inv_n;
-  server.d = residual;
+  const Server<E> server = {raw, stride, blocks, rows, h.block, h.lanes, inv_n, residual};
   const Bits out = bits_of_block(out_raw, out_stride, blocks, h.block, h.lanes);
   quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1));
 }
@@ -714,13 +637,11 @@ KERNEL onebit_unpack(i64 block_size, i64 blocks, char* raw, i64 stride, i64 per_
     const Vectors at = Vectors::of(h);
     u32 words[4];
     load_words4(words, in.words + at.lane);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+    each<kChunks>([&](int c) {
       float v[4];
-#pragma unroll
-      for (int q = 0; q < 4; ++q) v[q] = at.at(c) + q < length ? flip(scale, words[q], at.plane_of(c)) : 0.0f;
+      each<4>([&](int q) { v[q] = at.at(c) + q < length ? flip(scale, words[q], at.plane_of(c)) : 0.0f; });
       store4(to + at.at(c), v);
-    }
+    });
     return;
   }
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
@@ -733,7 +654,7 @@ KERNEL onebit_unpack(i64 block_size, i64 blocks, char* raw, i64 stride, i64 per_
   }
 }
 
-// ----- entry points: moving between parameters and flat buckets ---------------------------------------------------------------
+// ----- entry points: from parameters to flat buckets ---------------------------------------------------------------------------
 
 KERNEL onebit_gather(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, float* out) {
   const Here h = here(block_size, blocks);
@@ -745,48 +666,12 @@ KERNEL onebit_gather(i64 block_size, i64 blocks, const int* lengths, const int* 
     const Vectors at = Vectors::of(h);
     float v[4 * kChunks];
     load_vectors(v, run, at, length, static_cast<int>(block_size));
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) store4(to + at.at(c), v + 4 * c);
+    each<kChunks>([&](int c) { store4(to + at.at(c), v + 4 * c); });
     return;
   }
 #pragma unroll 4
   for (int i = h.t; i < static_cast<int>(block_size); i += h.T)
     to[i] = run.held && i < length ? load1(run.data, run.dtype, i) : 0.0f;
-}
-
-KERNEL onebit_scatter(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans,
-                      const float* flat) {
-  const Here h = here(block_size, blocks);
-  if (!h.live) return;
-  const Run run = run_of_block(block_span, spans, h.block, block_size);
-  if (!run.held) return;
-  const int length = lengths[h.block];
-  const float* from = flat + h.block * block_size;
-  const bool full = vectors(h) && length == static_cast<int>(block_size) && aligned(from, 16);
-  if (full && aligned(run.data, run.dtype == kFloat32 ? 16 : 8)) {
-    const Vectors at = Vectors::of(h);
-    float v[kChunks][4];
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(v[c], from + at.at(c));
-    if (run.dtype == kFloat32) {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) store4(reinterpret_cast<float*>(run.data) + at.at(c), v[c]);
-    } else {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        u32 h16[4];
-#pragma unroll
-        for (int q = 0; q < 4; ++q) h16[q] = run.dtype == kBfloat16 ? float_to_bfloat(v[c][q]) : float_to_half(v[c][q]);
-        uint2 pair;
-        pair.x = h16[0] | h16[1] << 16;
-        pair.y = h16[2] | h16[3] << 16;
-        *reinterpret_cast<uint2*>(run.data + 2 * at.at(c)) = pair;
-      }
-    }
-    return;
-  }
-#pragma unroll 4
-  for (int i = h.t; i < length; i += h.T) store1(run.data, run.dtype, i, from[i]);
 }
 
 // ----- entry points: gradient statistics --------------------------------------------------------------------------------------
@@ -813,19 +698,15 @@ KERNEL onebit_grad_stats(const Piece* pieces, const int* piece_tensor, double* s
       if (piece.dtype == kFloat32) {
         load4(v, reinterpret_cast<const float*>(base) + i);
       } else {
-        const uint2 raw = *reinterpret_cast<const uint2*>(base + 2 * i);
-        v[0] = widen(raw.x & 0xffffu, piece.dtype);
-        v[1] = widen(raw.x >> 16, piece.dtype);
-        v[2] = widen(raw.y & 0xffffu, piece.dtype);
-        v[3] = widen(raw.y >> 16, piece.dtype);
+        load_halves4(v, base + 2 * i);
+        each<4>([&](int q) { v[q] = widen(bits_of(v[q]), piece.dtype); });
       }
     } else {
-#pragma unroll
-      for (int q = 0; q < 4; ++q)
+      each<4>([&](int q) {
         if (i + q < piece.count) v[q] = load1(base, piece.dtype, i + q);
+      });
     }
-#pragma unroll
-    for (int q = 0; q < 4; ++q) sum = __fma_rn(static_cast<double>(v[q]), static_cast<double>(v[q]), sum);
+    each<4>([&](int q) { sum = __fma_rn(static_cast<double>(v[q]), static_cast<double>(v[q]), sum); });
   }
   acc[t] = sum;
   for (int half = kStatsThreads / 2; half > 0; half /= 2) {
@@ -863,7 +744,53 @@ KERNEL onebit_grad_stats_total(i64 pieces, const double* sums, i64 tensors, cons
 
 // ----- entry points: decompress and apply -------------------------------------------------------------------------------------
 
-// x = x*decay - (+-(t*r)), t = alpha*s, r may be null for 1 ; -t * r == -(t * r)
+// x = rule(x, +-(step*r)) on a run; -step * r == -(step * r). Without r, where kOptional allows that, r is 1.
+template <bool kOptional, class Rule>
+DEVICE void apply(const Rule& rule, const Here& h, const Run& run, int length, const Bits& in, float step, const Reciprocals& reciprocal) {
+  float* x = reinterpret_cast<float*>(run.data);
+  const bool full = vectors(h) && length == kPlanes * h.lanes && aligned(x, 16);
+  if (full && ((kOptional && !reciprocal.there) || reciprocal.wide())) {
+    const Vectors at = Vectors::of(h);
+    float v[kChunks][4];
+    u32 words[4];
+    load_words4(words, in.words + at.lane);
+    each<kChunks>([&](int c) { load4(v[c], x + at.at(c)); });
+    if (kOptional && !reciprocal.there) {
+      each<kChunks>([&](int c) {
+        each<4>([&](int q) { v[c][q] = rule(v[c][q], flip(step, words[q], at.plane_of(c))); });
+        store4(x + at.at(c), v[c]);
+      });
+      return;
+    }
+    const int part = kChunks / 2;  // there are no registers for all of them at once
+#pragma unroll
+    for (int first = 0; first < kChunks; first += part) {
+      float w[part][4];
+      each<part>([&](int c) { reciprocal.four(w[c], at.at(first + c)); });
+      each<part>([&](int k) {
+        const int c = first + k;
+        each<4>([&](int q) { v[c][q] = rule(v[c][q], flip(mul(step, w[k][q]), words[q], at.plane_of(c))); });
+        store4(x + at.at(c), v[c]);
+      });
+    }
+    return;
+  }
+  for (int lane = h.t; lane < h.lanes; lane += h.T) {
+    const u32 word = in.words[lane];
+    const int part = 8;
+    for (int k = 0; k < kPlanes; k += part) {
+      float v[part], w[part];
+      load_planes(v, run, length, h.lanes, lane, k);
+      each<part>([&](int q) { w[q] = kOptional && !reciprocal.there ? 1.0f : reciprocal.one((k + q) * h.lanes + lane); });
+      each<part>([&](int q) {
+        const int i = (k + q) * h.lanes + lane;
+        if (i < length) x[i] = rule(v[q], flip(mul(step, w[q]), word, k + q));
+      });
+    }
+  }
+}
+
+// x = x*decay - (+-(t*r)), t = alpha*s, r may be null for 1
 KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, const int* block_span, const Span* spans, char* raw,
                          i64 stride, i64 per_row, const void* r, i64 r_dtype, const float* decay, const float* alpha) {
   const Here h = here(block_size, blocks);
@@ -874,55 +801,8 @@ KERNEL_84 onebit_apply_adam(i64 block_size, i64 blocks, const int* lengths, cons
   const int length = lengths[h.block];
   const float keep = decay[run.first_block];  // of the span: all its blocks belong to one parameter, hence one group
   const float step = mul(alpha[h.block], *in.scale);
-  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
-  float* x = reinterpret_cast<float*>(run.data);
-  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && (!reciprocal.there || reciprocal.wide())) {
-    const Vectors at = Vectors::of(h);
-    float v[kChunks][4];
-    u32 words[4];
-    load_words4(words, in.words + at.lane);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
-    if (!reciprocal.there) {
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-        for (int q = 0; q < 4; ++q) v[c][q] = sub(mul(v[c][q], keep), flip(step, words[q], at.plane_of(c)));
-        store4(x + at.at(c), v[c]);
-      }
-      return;
-    }
-    const int part = kChunks / 2;  // there are no registers for all of them at once
-#pragma unroll
-    for (int first = 0; first < kChunks; first += part) {
-      float w[part][4];
-#pragma unroll
-      for (int c = 0; c < part; ++c) reciprocal.four(w[c], at.at(first + c));
-#pragma unroll
-      for (int k = 0; k < part; ++k) {
-        const int c = first + k;
-#pragma unroll
-        for (int q = 0; q < 4; ++q) v[c][q] = sub(mul(v[c][q], keep), flip(mul(step, w[k][q]), words[q], at.plane_of(c)));
-        store4(x + at.at(c), v[c]);
-      }
-    }
-    return;
-  }
-  for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    const u32 word = in.words[lane];
-    const int part = 8;
-    for (int k = 0; k < kPlanes; k += part) {
-      float v[part], w[part];
-      load_planes(v, run, length, h.lanes, lane, k);
-#pragma unroll
-      for (int q = 0; q < part; ++q) w[q] = reciprocal.there ? reciprocal.one((k + q) * h.lanes + lane) : 1.0f;
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
-        const int i = (k + q) * h.lanes + lane;
-        if (i < length) x[i] = sub(mul(v[q], keep), flip(mul(step, w[q]), word, k + q));
-      }
-    }
-  }
+  const auto rule = [=](float x, float update) { return sub(mul(x, keep), update); };
+  apply<true>(rule, h, run, length, in, step, reciprocals_of_block(r, r_dtype, h.block, block_size));
 }
 
 // ----- entry points: 1-bit LAMB -----------------------------------------------------------------------------------------------
@@ -949,28 +829,24 @@ KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, co
     words_old = before.words;
   }
   const i64 start = h.block * block_size;
-  float* squares_up = accumulators(h, scratch, 3);
-  float* squares_u = squares_up + h.lanes;
-  float* largest = squares_u + h.lanes;
+  float *squares_up = accumulators(h, scratch, 3), *squares_u = squares_up + h.lanes, *largest = squares_u + h.lanes;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
     const u32 word = now.words[lane], word_old = words_old != nullptr ? words_old[lane] : 0u;
     float sum_up = 0.0f, sum_u = 0.0f, top = 0.0f;
     const int part = 8;
     for (int k = 0; k < kPlanes; k += part) {
       float x[part], w[part], moment[part], before[part];
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
+      each<part>([&](int q) {
         const int i = (k + q) * h.lanes + lane;
         const bool valid = i < length;
         x[q] = valid ? reinterpret_cast<const float*>(run.data)[i] : 0.0f;
         w[q] = valid ? reciprocal.one(i) : 0.0f;
         moment[q] = valid ? fresh[start + i] : 0.0f;
         before[q] = words_old != nullptr ? flip(s_old, word_old, k + q) : valid ? old[start + i] : 0.0f;
-      }
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
+      });
+      each<part>([&](int q) {
         const int i = (k + q) * h.lanes + lane;
-        if (i >= length) continue;
+        if (i >= length) return;
         const float ghat = mul(sub(flip(s, word, k + q), mul(b1, before[q])), i1);
         const float learned = add(mul(b2, moment[q]), mul(o2, mul(ghat, ghat)));
         fresh[start + i] = learned;
@@ -978,11 +854,8 @@ KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, co
         const float u = add(up, mul(wd, x[q]));
         sum_up = add(sum_up, mul(up, up));
         sum_u = add(sum_u, mul(u, u));
-        if (w[q] > 0.0f) {
-          const float ratio = div(1.0f, mul(w[q], add(root(mul(learned, c2)), eps)));
-          if (ratio > top || ratio != ratio) top = ratio;
-        }
-      }
+        if (w[q] > 0.0f) top = Largest::of(top, div(1.0f, mul(w[q], add(root(mul(learned, c2)), eps))));
+      });
     }
     squares_up[lane] = sum_up;
     squares_u[lane] = sum_u;
@@ -990,12 +863,10 @@ KERNEL_128 onebit_lamb_update(i64 block_size, i64 blocks, const int* lengths, co
   }
   fold_lanes(squares_up, h);
   fold_lanes(squares_u, h);
-  fold_lanes_max(largest, h);
+  fold_lanes<Largest>(largest, h);
   if (h.live && h.t == 0) {
     float* sums = result + 3 * static_cast<i64>(h.block);
-    sums[0] = squares_up[0];
-    sums[1] = squares_u[0];
-    sums[2] = largest[0];
+    sums[0] = squares_up[0], sums[1] = squares_u[0], sums[2] = largest[0];
   }
 }
 
@@ -1010,50 +881,8 @@ KERNEL_84 onebit_lamb_apply(i64 block_size, i64 blocks, const int* lengths, cons
   const Bits in = bits_of_block(raw, stride, per_row, h.block, h.lanes);
   const int length = lengths[h.block];
   const float size = mul(alpha[h.block], *in.scale), decay = wd[run.first_block], rate = step[run.first_block];
-  const Reciprocals reciprocal = reciprocals_of_block(r, r_dtype, h.block, block_size);
-  float* x = reinterpret_cast<float*>(run.data);
-  if (vectors(h) && length == static_cast<int>(block_size) && aligned(x, 16) && reciprocal.wide()) {
-    const Vectors at = Vectors::of(h);
-    float v[kChunks][4];
-    u32 words[4];
-    load_words4(words, in.words + at.lane);
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) load4(v[c], x + at.at(c));
-    const int part = kChunks / 2;  // there are no registers for all of them at once
-#pragma unroll
-    for (int first = 0; first < kChunks; first += part) {
-      float w[part][4];
-#pragma unroll
-      for (int c = 0; c < part; ++c) reciprocal.four(w[c], at.at(first + c));
-#pragma unroll
-      for (int k = 0; k < part; ++k) {
-        const int c = first + k;
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-          const float u = add(flip(mul(size, w[k][q]), words[q], at.plane_of(c)), mul(decay, v[c][q]));
-          v[c][q] = sub(v[c][q], mul(rate, u));
-        }
-        store4(x + at.at(c), v[c]);
-      }
-    }
-    return;
-  }
-  for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    const u32 word = in.words[lane];
-    const int part = 8;
-    for (int k = 0; k < kPlanes; k += part) {
-      float v[part], w[part];
-      load_planes(v, run, length, h.lanes, lane, k);
-#pragma unroll
-      for (int q = 0; q < part; ++q) w[q] = reciprocal.one((k + q) * h.lanes + lane);
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
-        const int i = (k + q) * h.lanes + lane;
-        const float u = add(flip(mul(size, w[q]), word, k + q), mul(decay, v[q]));
-        if (i < length) x[i] = sub(v[q], mul(rate, u));
-      }
-    }
-  }
+  const auto rule = [=](float x, float update) { return sub(x, mul(rate, add(update, mul(decay, x)))); };
+  apply<false>(rule, h, run, length, in, size, reciprocals_of_block(r, r_dtype, h.block, block_size));
 }
 
 // ----- entry points: 0/1 Adam -------------------------------------------------------------------------------------------------
@@ -1092,8 +921,7 @@ KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, cons
     const Vectors at = Vectors::of(h);
     float vg[4 * kChunks];
     load_vectors(vg, grad, at, length, static_cast<int>(block_size));
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
+    each<kChunks>([&](int c) {
       const int i = at.at(c);
       float vr[4], vm[4], vu[4], vx[4], va[4];
       reciprocal.four(vr, i);
@@ -1101,13 +929,12 @@ KERNEL_84 onebit_local_step(i64 block_size, i64 blocks, const int* lengths, cons
       load4(vu, u + start + i);
       load4(vx, x + i);
       load4(va, anchor + start + i);
-#pragma unroll
-      for (int q = 0; q < 4; ++q) local_update(factor, vg[4 * c + q], vr[q], vm[q], vu[q], vx[q], va[q]);
+      each<4>([&](int q) { local_update(factor, vg[4 * c + q], vr[q], vm[q], vu[q], vx[q], va[q]); });
       store4(m + start + i, vm);
       store4(u + start + i, vu);
       store4(x + i, vx);
       store4(anchor + start + i, va);
-    }
+    });
     return;
   }
 #pragma unroll 2
@@ -1158,13 +985,10 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
     u32 word = 0;
     for (int k = 0; k < kPlanes; k += part) {
       float gradient[part], moment[part], size[part];
-#pragma unroll
-      for (int q = 0; q < part; ++q) moment[q] = m[start + (k + q) * h.lanes + lane];
-#pragma unroll
-      for (int q = 0; q < part; ++q) size[q] = a[start + (k + q) * h.lanes + lane];
+      each<part>([&](int q) { moment[q] = m[start + (k + q) * h.lanes + lane]; });
+      each<part>([&](int q) { size[q] = a[start + (k + q) * h.lanes + lane]; });
       load_planes(gradient, grad, length, h.lanes, lane, k);
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
+      each<part>([&](int q) {
         const int i = (k + q) * h.lanes + lane;
         const float c = add(mul(keep_size, size[q]), mul(take_size, as_float(bits_of(gradient[q]) & ~kSign)));
         float vm = add(mul(keep, moment[q]), mul(take, gradient[q]));
@@ -1177,7 +1001,7 @@ KERNEL_128 onebit_sample(i64 block_size, i64 blocks, const int* lengths, const f
           vm = add(vm, mul(share, as_float(excess)));
         }
         m[start + i] = vm;
-      }
+      });
     }
     out.words[lane] = word;
   }
@@ -1202,27 +1026,22 @@ template <int C> DEVICE void vote(const VoteArguments& x, const Here& h) {
   const i64 row_step = x.stride / 4;
   for (int lane = h.t; lane < h.lanes; lane += h.T) {
     u32 count[C];
-#pragma unroll
-    for (int p = 0; p < C; ++p) count[p] = 0u;
+    each<C>([&](int p) { count[p] = 0u; });
 #pragma unroll 1
     for (int row = 0; row < rows; row += kRowsAtOnce) {
       u32 word[kRowsAtOnce];
-#pragma unroll
-      for (int n = 0; n < kRowsAtOnce; ++n) word[n] = row + n < rows ? x.words[(row + n) * row_step + lane] : 0u;
-#pragma unroll
-      for (int n = 0; n < kRowsAtOnce; ++n) {
+      each<kRowsAtOnce>([&](int n) { word[n] = row + n < rows ? x.words[(row + n) * row_step + lane] : 0u; });
+      each<kRowsAtOnce>([&](int n) {
         u32 carry = word[n];
-#pragma unroll
-        for (int p = 0; p < C; ++p) {
+        each<C>([&](int p) {
           const u32 both = count[p] & carry;
           count[p] ^= carry;
           carry = both;
-        }
-      }
+        });
+      });
     }
     u32 valid = 0;
-#pragma unroll
-    for (int k = 0; k < kPlanes; ++k) valid |= static_cast<u32>(k * h.lanes + lane < x.length) << k;
+    each<kPlanes>([&](int k) { valid |= static_cast<u32>(k * h.lanes + lane < x.length) << k; });
     u32 result = 0;
     const int part = 8;
 #pragma unroll
@@ -1230,15 +1049,12 @@ template <int C> DEVICE void vote(const VoteArguments& x, const Here& h) {
       float carried[part];
       float* at = x.carried + lane + static_cast<i64>(first) * h.lanes;
       if (x.carried != nullptr) {
-#pragma unroll
-        for (int q = 0; q < part; ++q) carried[q] = at[q * h.lanes];
+        each<part>([&](int q) { carried[q] = at[q * h.lanes]; });
       }
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
+      each<part>([&](int q) {
         const int k = first + q;
         int negatives = 0;
-#pragma unroll
-        for (int p = 0; p < C; ++p) negatives |= static_cast<int>((count[p] >> k) & 1u) << p;
+        each<C>([&](int p) { negatives |= static_cast<int>((count[p] >> k) & 1u) << p; });
         const int balance = rows - 2 * negatives;
         bool negative;
         if (x.carried != nullptr) {
@@ -1250,7 +1066,7 @@ template <int C> DEVICE void vote(const VoteArguments& x, const Here& h) {
           negative = !(static_cast<float>(balance) > mul(static_cast<float>(rows), uniform(draw)));
         }
         result |= static_cast<u32>(negative) << k;
-      }
+      });
     }
     x.out[lane] = result & valid;
   }
@@ -1260,17 +1076,10 @@ KERNEL_128 onebit_vote(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stri
                        i64 key1, i64 key2, i64 first_block, u32* out, float share, float* carried) {
   const Here h = here(block_size, blocks);
   if (!h.live) return;
-  VoteArguments x;
-  x.rows = rows;
-  x.stride = stride;
-  x.words = reinterpret_cast<const u32*>(raw) + static_cast<i64>(h.block) * h.lanes;
-  x.length = lengths[h.block];
-  x.seed = hash_of_block(first_block + h.block, key0);
-  x.key1 = key1;
-  x.key2 = key2;
-  x.out = out + static_cast<i64>(h.block) * h.lanes;
-  x.share = share;
-  x.carried = carried != nullptr ? carried + h.block * block_size : nullptr;
+  const u32* words = reinterpret_cast<const u32*>(raw) + static_cast<i64>(h.block) * h.lanes;
+  u32* to = out + static_cast<i64>(h.block) * h.lanes;
+  float* carry = carried != nullptr ? carried + h.block * block_size : nullptr;
+  const VoteArguments x = {rows, stride, words, lengths[h.block], hash_of_block(first_block + h.block, key0), key1, key2, to, share, carry};
   if (rows < 16)
     vote<4>(x, h);
   else if (rows < 256)
@@ -1295,34 +1104,16 @@ KERNEL onebit_apply_votes(i64 block_size, i64 blocks, const int* lengths, const 
     const int part = 8;
     for (int k = 0; k < kPlanes; k += part) {
       float v[part];
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
+      each<part>([&](int q) {
         const int i = (k + q) * h.lanes + lane;
         v[q] = i < length ? x[i] : 0.0f;
-      }
-#pragma unroll
-      for (int q = 0; q < part; ++q) {
+      });
+      each<part>([&](int q) {
         const int i = (k + q) * h.lanes + lane;
         const float ubar = (negative >> (k + q)) & 1u ? -1.0f : 1.0f;
         const float delta = (alive >> (k + q)) & 1u ? mul(rate, ubar) : 0.0f;
         if (i < length) x[i] = add(mul(v[q], keep), delta);
-      }
+      });
     }
-  }
-}
-
-KERNEL onebit_mark_live(i64 block_size, i64 blocks, const int* lengths, const float* a, u32* words) {
-  const Here h = here(block_size, blocks);
-  if (!h.live) return;
-  const int length = lengths[h.block];
-  const float* from = a + h.block * block_size;
-  for (int lane = h.t; lane < h.lanes; lane += h.T) {
-    u32 word = 0;
-#pragma unroll
-    for (int k = 0; k < kPlanes; ++k) {
-      const int i = k * h.lanes + lane;
-      word |= static_cast<u32>(i < length && from[i] > 0.0f) << k;
-    }
-    words[static_cast<i64>(h.block) * h.lanes + lane] = word;
   }
 }

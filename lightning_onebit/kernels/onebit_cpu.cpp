@@ -7,28 +7,25 @@
 //   * the threads divide blocks, never a block, so the number of threads changes nothing.
 //
 // A block of W = block_size / 32 lanes is worked on in tiles: R vectors of N lanes, all 32 planes, with the bit words and the
-// partial sums of the tile in registers. What differs between kernels is only where the values come from: a "maker" object with
-//   template <int N, int R> struct Tile { Tile(const Maker&, int64_t lane); F<N> value(int r, int64_t i); };
-// whose value() is called once for each plane in turn (r: vector of the tile; i: first element, an index within the block).
-// quantize() does the rest: bits, scale, residual. A new compressing kernel is a new maker. Tiles copy what they need: a store
-// through a float pointer would otherwise make the compiler load every factor again.
+// partial sums of the tile in registers. What differs between the compressing kernels is only where the values come from: a "maker"
+// is called with N, R (as types) and the first lane of a tile, and returns value(v, i), which is called for each plane in turn (v:
+// vector of the tile; i: first element, an index within the block). quantize() does the rest: bits, scale, residual. A new
+// compressing kernel is a new maker. What a tile needs is captured by value: a store through a float pointer would otherwise make the
+// compiler load every factor again.
 
 #include <algorithm>
 #include <atomic>
 #include <cfenv>
 #include <cmath>
-#include <condition_variable>
 #include <cstdint>
 #include <cstring>
 #include <memory>
-#include <mutex>
 #include <system_error>
 #include <thread>
 #include <type_traits>
 #include <vector>
 
 #include <dlfcn.h>
-#include <pthread.h>
 #include <unistd.h>
 
 #if defined(__SSE__)
@@ -42,12 +39,13 @@
 #error "the kernels need IEEE arithmetic: build without -ffast-math"
 #endif
 
-#define INLINE inline __attribute__((always_inline))
+#define INLINED __attribute__((always_inline))  // of a lambda
+#define INLINE inline INLINED
 #define EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-constexpr int kAbi = 17;
+constexpr int kAbi = 18;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -61,29 +59,17 @@ constexpr int kNative = 8;
 constexpr int kNative = 4;
 #endif
 
-template <int N> struct Vec;
+template <int N> struct Vec {
+  typedef float F __attribute__((vector_size(4 * N)));
+  typedef uint32_t U __attribute__((vector_size(4 * N)));
+  typedef int32_t I __attribute__((vector_size(4 * N)));
+  typedef uint16_t H __attribute__((vector_size(2 * N)));
+};
 template <> struct Vec<1> { using F = float; using U = uint32_t; using I = int32_t; using H = uint16_t; };
-template <> struct Vec<4> {
-  typedef float F __attribute__((vector_size(16)));
-  typedef uint32_t U __attribute__((vector_size(16)));
-  typedef int32_t I __attribute__((vector_size(16)));
-  typedef uint16_t H __attribute__((vector_size(8)));
-};
-template <> struct Vec<8> {
-  typedef float F __attribute__((vector_size(32)));
-  typedef uint32_t U __attribute__((vector_size(32)));
-  typedef int32_t I __attribute__((vector_size(32)));
-  typedef uint16_t H __attribute__((vector_size(16)));
-};
-template <> struct Vec<16> {
-  typedef float F __attribute__((vector_size(64)));
-  typedef uint32_t U __attribute__((vector_size(64)));
-  typedef int32_t I __attribute__((vector_size(64)));
-  typedef uint16_t H __attribute__((vector_size(32)));
-};
 template <int N> using F = typename Vec<N>::F;
 template <int N> using U = typename Vec<N>::U;
 template <int N> using I = typename Vec<N>::I;
+template <int N> using Int = std::integral_constant<int, N>;  // a number as the type of an argument
 
 template <class To, class From> INLINE To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "same size");
@@ -115,14 +101,11 @@ template <int N> INLINE F<N> root(F<N> x) {  // IEEE 754 asks for the correctly 
 #if defined(__AVX__)
   if constexpr (N == 8) return _mm256_sqrt_ps(x);
 #endif
-#if defined(__SSE__)
-  if constexpr (N == 4) return _mm_sqrt_ps(x);
-#endif
   if constexpr (N == 1) {
     return std::sqrt(x);
   } else {
     F<N> y;
-    for (int i = 0; i < N; ++i) y[i] = std::sqrt(x[i]);
+    for (int i = 0; i < N; ++i) y[i] = std::sqrt(x[i]);  // one instruction, since errno is not asked for
     return y;
   }
 }
@@ -135,24 +118,28 @@ template <int kAhead, bool kWrite = false, class T> INLINE void ask(const T* p) 
 #endif
 }
 
-// Bits of N words, plane after plane, as signs.
-template <int N> class Signs {
+// Bits of R vectors of N words, plane after plane, as signs.
+template <int N, int R = 1> class Signs {
  public:
-  INLINE void begin(const uint32_t* words) { word_ = load<N>(words); }
-  // `magnitude` with the sign that the next plane's bit says.
-  INLINE F<N> next(F<N> magnitude) {
+  Signs() = default;
+  INLINE explicit Signs(const uint32_t* words) {
+    for (int v = 0; v < R; ++v) word_[v] = load<N>(words + v * N);
+  }
+  // `magnitude` with the sign that vector v's bit of the next plane says.
+  INLINE F<N> next(F<N> magnitude, int v = 0) {
+    U<N>& word = word_[v];
 #if defined(__AVX512F__)
-    word_ = (word_ >> 1) | (word_ << 31);  // a rotation and one three-operand logic instruction
-    return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word_ & kSign)));
+    word = (word >> 1) | (word << 31);  // a rotation and one three-operand logic instruction
+    return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word & kSign)));
 #else
-    const F<N> value = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word_ << 31)));
-    word_ = word_ >> 1;
+    const F<N> value = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(magnitude) ^ (word << 31)));
+    word = word >> 1;
     return value;
 #endif
   }
 
  private:
-  U<N> word_{};
+  U<N> word_[R]{};
 };
 
 // ----- 16-bit floats ----------------------------------------------------------------------------------------------------
@@ -166,23 +153,6 @@ INLINE float half_to_float(uint16_t h) {
   uint32_t special = (h & 0x7c00) == 0x7c00 ? 0x7f800000u : 0u;  // inf and NaN keep their mantissa
   float scaled = bits_as<float>(magnitude) * bits_as<float>(0x77800000u);  // 2^112
   return bits_as<float>(bits_as<uint32_t>(scaled) | special | static_cast<uint32_t>(h & 0x8000) << 16);
-}
-
-INLINE uint16_t float_to_half(float x) {  // round to nearest, ties to even
-  uint32_t u = bits_as<uint32_t>(x), sign = u & kSign;
-  u ^= sign;
-  uint16_t h;
-  if (u > 0x7f800000u) {
-    h = 0x7e00;
-  } else if (u >= 0x477ff000u) {
-    h = 0x7c00;
-  } else if (u < 0x38800000u) {  // below the smallest normal half: let an fp32 addition round at the right place
-    h = static_cast<uint16_t>(bits_as<uint32_t>(bits_as<float>(u) + 0.5f) - 0x3f000000u);
-  } else {
-    u += 0xfffu + ((u >> 13) & 1u) - 0x38000000u;
-    h = static_cast<uint16_t>(u >> 13);
-  }
-  return static_cast<uint16_t>(h | sign >> 16);
 }
 
 INLINE float bfloat_to_float(uint16_t b) { return bits_as<float>(static_cast<uint32_t>(b) << 16); }
@@ -246,23 +216,6 @@ void to_float(const void* from, uint8_t dtype, int64_t count, float* to) {
   }
 }
 
-void from_float(const float* from, int64_t count, uint8_t dtype, void* to) {
-  uint16_t* p = static_cast<uint16_t*>(to);
-  int64_t i = 0;
-  if (dtype == kFloat32) {
-    std::memcpy(to, from, count * 4);
-  } else if (dtype == kBfloat16) {
-    for (; i < count; ++i) p[i] = float_to_bfloat(from[i]);
-  } else {
-#if defined(__F16C__)
-    for (; i + 8 <= count; i += 8)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(p + i),
-                       _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-#endif
-    for (; i < count; ++i) p[i] = float_to_half(from[i]);
-  }
-}
-
 // ----- threads ----------------------------------------------------------------------------------------------------------
 
 // IEEE arithmetic while a kernel runs: torch.set_flush_denormal() of the caller must not change the bits.
@@ -277,61 +230,6 @@ class IeeeMode {
   std::fenv_t saved_;
 };
 
-// Helpers of our own, for where there is no OpenMP. They sleep between jobs, and the caller works too and takes whatever a helper
-// that wakes late has not taken.
-class Pool {
- public:
-  // Calls work(context) here and in up to `helpers` other threads; returns when all that began have returned.
-  void run(int helpers, void (*work)(void*), void* context) {
-    std::unique_lock<std::mutex> only(busy_, std::defer_lock);
-    if (!only.try_lock()) return work(context);  // a second caller (a backward hook, say) works alone rather than waits
-    {
-      std::lock_guard<std::mutex> lock(mutex_);
-      while (static_cast<int>(helpers_) < helpers) {
-        try {
-          std::thread([this, index = helpers_] { help(index); }).detach();
-        } catch (const std::system_error&) {
-          break;  // no more threads to be had
-        }
-        ++helpers_;
-      }
-      work_ = work;
-      context_ = context;
-      wanted_ = helpers;
-      ++job_;
-    }
-    wake_.notify_all();
-    work(context);
-    std::unique_lock<std::mutex> lock(mutex_);
-    wanted_ = 0;  // too late to begin
-    done_.wait(lock, [this] { return inside_ == 0; });
-  }
-
- private:
-  void help(int index) {
-    uint64_t seen = 0;
-    std::unique_lock<std::mutex> lock(mutex_);
-    for (;;) {
-      wake_.wait(lock, [&] { return job_ != seen && index < wanted_; });
-      seen = job_;
-      ++inside_;
-      void (*const work)(void*) = work_;
-      void* const context = context_;
-      lock.unlock();
-      work(context);
-      lock.lock();
-      if (--inside_ == 0) done_.notify_one();
-    }
-  }
-
-  std::mutex busy_, mutex_;
-  std::condition_variable wake_, done_;
-  void (*work_)(void*) = nullptr;
-  void* context_ = nullptr;
-  uint64_t job_ = 0;
-  int helpers_ = 0, wanted_ = 0, inside_ = 0;
-};
-
 std::atomic<bool> use_openmp{true};
 const pid_t loaded_by = getpid();  // as the library is loaded: at the first call it could be a child's already
 
@@ -339,24 +237,18 @@ const pid_t loaded_by = getpid();  // as the library is loaded: at the first cal
 //
 // torch's own OpenMP threads are the best team: they are awake right after backward, where threads of ours would have to share
 // the cores with them. torch makes its OpenMP library's names global, so that is the one found here, whichever it is; linking
-// with one at build time would bring a second. Neither OpenMP teams nor our helpers survive a fork: a child starts helpers.
+// with one at build time would bring a second. A team does not survive a fork: a child has threads for each call.
 void run_team(int threads, void (*work)(void*), void* context) {
   using Parallel = void (*)(void (*)(void*), void*, unsigned, unsigned);
   static const Parallel openmp = reinterpret_cast<Parallel>(dlsym(RTLD_DEFAULT, "GOMP_parallel"));
   if (use_openmp && openmp != nullptr && getpid() == loaded_by) return openmp(work, context, static_cast<unsigned>(threads), 0);
-
-  static std::mutex guard;
-  static Pool* pool = nullptr;  // never destroyed, so that nothing is joined at exit
-  static pid_t owner = 0;
-  static const int registered = pthread_atfork([] { guard.lock(); }, [] { guard.unlock(); }, [] { guard.unlock(); });
-  (void)registered;
-  Pool* mine;
-  {
-    std::lock_guard<std::mutex> lock(guard);
-    if (pool == nullptr || owner != getpid()) pool = new Pool, owner = getpid();
-    mine = pool;
+  std::vector<std::thread> helpers;
+  try {
+    while (static_cast<int>(helpers.size()) < threads - 1) helpers.emplace_back(work, context);
+  } catch (const std::system_error&) {  // no more threads to be had
   }
-  mine->run(threads - 1, work, context);
+  work(context);
+  for (std::thread& helper : helpers) helper.join();
 }
 
 // Calls work(first, last) on pieces of [0, count), items of `elements` each. Pieces begin large (1 M elements), so that each
@@ -415,45 +307,44 @@ template <bool Write> INLINE void prefetch_words(const Payload& payload, int64_t
   for (int64_t i = 0; i < lanes; i += 16) __builtin_prefetch(words + i, Write, 3);
 }
 
-struct Spans {  // in block order; blocks between and after them are padding
+struct Spans {  // in block order; blocks between and after them are padding. cpu.py writes it, in words of 8 bytes.
   int64_t count;
-  const int64_t* block;        // first block
-  const int64_t* numel;        // elements
-  void* const* data;           // null: no tensor
-  const uint8_t* dtype;
+  const int64_t* block;  // first block of each
+  uint64_t words[];      // addresses (0: no tensor), then dtypes
 };
 
 struct Run {  // the elements of one block that a span holds
   void* data;  // null: none
   uint8_t dtype;
   int64_t length;
-  int64_t first_block;  // of the span
+  int64_t span, first_block;  // number of the span, and its first block
 };
+
+// The elements of `block`, of which `length` are valid, that a tensor of the span holds.
+INLINE Run run_of(const Spans& spans, int64_t span, int64_t block, int64_t length, int64_t block_size) {
+  Run run{nullptr, static_cast<uint8_t>(spans.words[spans.count + span]), length, span, spans.block[span]};
+  char* const data = reinterpret_cast<char*>(spans.words[span]);
+  if (data != nullptr) run.data = data + (block - run.first_block) * block_size * item_size(run.dtype);
+  return run;
+}
 
 // Walks the spans along with ascending blocks.
 class SpanCursor {
  public:
-  SpanCursor(const Spans& spans, int64_t block_size, int64_t first) : spans_(spans), size_(block_size) {
-    const int64_t* end = spans.block + spans.count;
-    at_ = std::max<int64_t>(0, std::upper_bound(spans.block, end, first) - spans.block - 1);
+  SpanCursor(const Spans* spans, const int32_t* lengths, int64_t block_size, int64_t first)
+      : spans_(spans), lengths_(lengths), size_(block_size), count_(spans != nullptr ? spans->count : 0) {
+    if (count_ > 0) at_ = std::max<int64_t>(0, std::upper_bound(spans->block, spans->block + count_, first) - spans->block - 1);
   }
   INLINE Run at(int64_t block) {
-    while (at_ + 1 < spans_.count && spans_.block[at_ + 1] <= block) ++at_;
-    Run run{nullptr, kFloat32, 0, 0};
-    if (at_ >= spans_.count || block < spans_.block[at_]) return run;
-    const int64_t offset = (block - spans_.block[at_]) * size_;
-    const int64_t left = spans_.numel[at_] - offset;
-    if (left <= 0) return run;
-    run.length = std::min(left, size_);
-    run.dtype = spans_.dtype[at_];
-    run.first_block = spans_.block[at_];
-    if (spans_.data[at_] != nullptr) run.data = static_cast<char*>(spans_.data[at_]) + offset * item_size(run.dtype);
-    return run;
+    while (at_ + 1 < count_ && spans_->block[at_ + 1] <= block) ++at_;
+    if (at_ >= count_ || block < spans_->block[at_] || lengths_[block] <= 0) return Run{nullptr, kFloat32, 0, 0, 0};
+    return run_of(*spans_, at_, block, lengths_[block], size_);
   }
 
  private:
-  const Spans& spans_;
-  int64_t size_, at_;
+  const Spans* spans_;
+  const int32_t* lengths_;
+  int64_t size_, count_, at_ = 0;
 };
 
 // Aligned scratch memory of one piece of work.
@@ -478,27 +369,46 @@ inline const float* whole_block(const Run& run, int64_t block_size, float* stage
   return staged;
 }
 
-// ----- tiles ------------------------------------------------------------------------------------------------------------
-
-// Calls tile.run<N, R>(lane) until all lanes are covered: wide tiles first, single lanes for odd widths last.
-template <class Tile> INLINE void for_each_tile(int64_t lanes, Tile&& tile) {
-  int64_t lane = 0;
-  constexpr int wide = kNative == 16 ? 4 : 2;  // as many vectors as leave the registers room for words and sums
-  for (; lane + kNative * wide <= lanes; lane += kNative * wide) tile.template run<kNative, wide>(lane);
-  for (; lane + kNative <= lanes; lane += kNative) tile.template run<kNative, 1>(lane);
-  if (kNative > 4)
-    for (; lane + 4 <= lanes; lane += 4) tile.template run<4, 1>(lane);
-  for (; lane < lanes; ++lane) tile.template run<1, 1>(lane);
+// Calls work(block, run, scratch) for every block of which a tensor holds elements; scratch: so many floats of the thread's own.
+template <class Work>
+void for_each_run(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans, int64_t floats,
+                  const Work& work) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
+    Scratch scratch(floats);
+    SpanCursor cursor(spans, lengths, block_size, first);
+    for (int64_t block = first; block < last; ++block) {
+      const Run run = cursor.at(block);
+      if (run.data != nullptr) work(block, run, static_cast<float*>(scratch));
+    }
+  });
 }
 
-// Lets a tile, which works on whole blocks, update the fp32 elements that a span holds of one; they are its member `x`.
-template <class Tile> INLINE void update_run(const Run& run, int64_t block_size, float* staged, Tile tile) {
-  tile.x = static_cast<float*>(run.data);
-  if (run.length == block_size) return for_each_tile(block_size / kPlanes, tile);
+// ----- tiles ------------------------------------------------------------------------------------------------------------
+
+// Calls tile(N, R, lane) until all lanes are covered: wide tiles first, single lanes for odd widths last.
+template <class Tile> INLINE void for_each_tile(int64_t lanes, const Tile& tile) {
+  int64_t lane = 0;
+  constexpr int wide = kNative == 16 ? 4 : 2;  // as many vectors as leave the registers room for words and sums
+  for (; lane + kNative * wide <= lanes; lane += kNative * wide) tile(Int<kNative>{}, Int<wide>{}, lane);
+  for (; lane + kNative <= lanes; lane += kNative) tile(Int<kNative>{}, Int<1>{}, lane);
+  if (kNative > 4)
+    for (; lane + 4 <= lanes; lane += 4) tile(Int<4>{}, Int<1>{}, lane);
+  for (; lane < lanes; ++lane) tile(Int<1>{}, Int<1>{}, lane);
+}
+
+// Calls work(N, lane) for one vector after the other, where arithmetic is what takes the time.
+template <class Work> INLINE void for_each_vector(int64_t lanes, const Work& work) {
+  for_each_tile(lanes, [=](auto n, auto r, int64_t lane) INLINED {
+    for (int v = 0; v < r; ++v) work(n, lane + v * n);
+  });
+}
+
+// Lets work(x), which is written for whole blocks, update the fp32 elements that a span holds of one.
+template <class Work> INLINE void update_run(const Run& run, int64_t block_size, float* staged, const Work& work) {
+  if (run.length == block_size) return work(static_cast<float*>(run.data));
   std::memcpy(staged, run.data, run.length * 4);
   std::memset(staged + run.length, 0, (block_size - run.length) * 4);
-  tile.x = staged;
-  for_each_tile(block_size / kPlanes, tile);
+  work(staged);
   std::memcpy(run.data, staged, run.length * 4);
 }
 
@@ -524,46 +434,29 @@ INLINE float fold_lanes(float* acc, int64_t lanes) {
 }
 
 // First pass over a block: y into memory (it stays in the cache for the second pass), squares and sign bits in registers.
-template <class Maker> struct FirstPass {
-  const Maker& maker;
-  int64_t lanes;
-  int planes;  // those that hold valid elements
-  float* y;
-  uint32_t* words;
-  float* acc;
-
-  template <int N, int R> INLINE void run(int64_t lane) {
-    typename Maker::template Tile<N, R> tile(maker, lane);
+// planes: those that hold valid elements
+template <class Maker>
+INLINE void first_pass(const Maker& maker, int64_t lanes, int planes, float* y, uint32_t* words, float* acc) {
+  for_each_tile(lanes, [=](auto n, auto r, int64_t lane) INLINED {
+    constexpr int N = n, R = r;
+    auto value = maker(n, r, lane);
     F<N> sum[R];
     U<N> word[R];
-    for (int r = 0; r < R; ++r) sum[r] = F<N>{}, word[r] = U<N>{};
-    float* const to = y;
-    const int64_t step = lanes, end = planes * lanes + lane;
-    for (int64_t i = lane; i < end; i += step) {
-      for (int r = 0; r < R; ++r) {
-        const F<N> value = tile.value(r, i + r * N);
-        store<N>(to + i + r * N, value);
-        sum[r] = sum[r] + value * value;
-        word[r] = (word[r] >> 1) | (bits_as<U<N>>(value) & kSign);  // after 32 planes, bit k is plane k
+    for (int v = 0; v < R; ++v) sum[v] = F<N>{}, word[v] = U<N>{};
+    for (int64_t i = lane, end = planes * lanes + lane; i < end; i += lanes)
+      for (int v = 0; v < R; ++v) {
+        const F<N> now = value(v, i + v * N);
+        store<N>(y + i + v * N, now);
+        sum[v] = sum[v] + now * now;
+        word[v] = (word[v] >> 1) | (bits_as<U<N>>(now) & kSign);  // after 32 planes, bit k is plane k
       }
-    }
     const int left = kPlanes - planes;  // at most 31: a block with a valid element has a plane
-    for (int r = 0; r < R; ++r) {
-      store<N>(words + lane + r * N, static_cast<U<N>>(word[r] >> left));
-      store<N>(acc + lane + r * N, sum[r]);
+    for (int v = 0; v < R; ++v) {
+      store<N>(words + lane + v * N, static_cast<U<N>>(word[v] >> left));
+      store<N>(acc + lane + v * N, sum[v]);
     }
-  }
-};
-
-// A maker that takes y from memory: for blocks whose padding had to be cleared first.
-struct FromMemory {
-  const float* y;
-  template <int N, int R> struct Tile {
-    const float* y;
-    INLINE Tile(const FromMemory& maker, int64_t) : y(maker.y) {}
-    INLINE F<N> value(int, int64_t i) const { return load<N>(y + i); }
-  };
-};
+  });
+}
 
 template <int N> INLINE F<N> residual_of(F<N> y, F<N> scale) {  // y - (+-scale), the sign being that of y
   return y - bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(scale) | (bits_as<U<N>>(y) & kSign)));
@@ -585,9 +478,6 @@ template <int N, class E> INLINE F<N> residual_at(const E* p, F<N> owed) {
 // overwritten with y. An Owing's is left at that, with the scale in `owed`; others are overwritten, while that is still in the cache,
 // with the residual. A 16-bit residual has no room for y, which goes through `staged` then. A block with padding, which is always 0,
 // owes nothing.
-//
-// (Tried for those that are, and slower on Zen 5 by 5 to 40 percent: merging the second pass into the next block's first one, postponing
-// it behind that, a buffer for y, and prefetching the next block meanwhile. All disturb the hardware's own prefetching.)
 template <class Maker, class E>
 INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* at, float* owed, float* staged, Block out, float* acc) {
   const int64_t lanes = block_size / kPlanes;
@@ -603,11 +493,14 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
     return;
   }
   const int planes = static_cast<int>((length + lanes - 1) / lanes);
-  for_each_tile(lanes, FirstPass<Maker>{maker, lanes, planes, y, out.words, acc});
+  first_pass(maker, lanes, planes, y, out.words, acc);
   if (length < block_size) {
     // Padding takes part in nothing. (Its y can be anything: a decoded old momentum is never 0 there.)
     std::memset(y + length, 0, (block_size - length) * 4);
-    for_each_tile(lanes, FirstPass<FromMemory>{FromMemory{y}, lanes, planes, y, out.words, acc});
+    const auto from_memory = [=](auto n, auto, int64_t) INLINED {
+      return [=](int, int64_t i) INLINED { return load<decltype(n)::value>(y + i); };
+    };
+    first_pass(from_memory, lanes, planes, y, out.words, acc);
   }
   const float scale = std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
   *out.scale = scale;
@@ -635,48 +528,6 @@ enum class Momentum { kNone, kFlat, kPacked };
 
 enum class Gradient { kNone, kPlain, kScaled };  // scaled: times r
 
-// y = ((a*m) + ((b*g)*r)) + e ; a missing term is +0.0
-template <Momentum M, Gradient G, class E, class D> struct Worker {
-  float a, b;
-  const float* m;
-  const uint32_t* m_words;
-  float m_scale;
-  const float* g;
-  const D* r;
-  const E* e;
-  float owed;
-
-  template <int N, int R> struct Tile {
-    const float *m, *g;
-    const D* scale;
-    const E* e;
-    F<N> owed;
-    F<N> a, b;  // a: its product with the scale where m is packed, since a * -s == -(a * s)
-    Signs<N> old[R];
-    INLINE Tile(const Worker& w, int64_t lane)
-        : m(w.m), g(w.g), scale(w.r), e(w.e), owed(splat<N>(w.owed)), a(splat<N>(w.a)), b(splat<N>(w.b)) {
-      if (M == Momentum::kPacked) {
-        a = splat<N>(w.a * w.m_scale);
-        for (int r = 0; r < R; ++r) old[r].begin(w.m_words + lane + r * N);
-      }
-    }
-    INLINE F<N> value(int r, int64_t i) {
-      constexpr int kAhead = 384;  // further would push three streams out of the first cache
-      F<N> y = splat<N>(0.0f);
-      ask<kAhead, true>(e + i);
-      if (M == Momentum::kFlat) ask<kAhead>(m + i);
-      if (G != Gradient::kNone) ask<kAhead>(g + i);
-      if (G == Gradient::kScaled) ask<kAhead>(scale + i);
-      if (M == Momentum::kFlat) y = a * load<N>(m + i);
-      if (M == Momentum::kPacked) y = old[r].next(a);
-      if (G == Gradient::kNone) y = y + splat<N>(0.0f);
-      if (G == Gradient::kPlain) y = y + b * load<N>(g + i);
-      if (G == Gradient::kScaled) y = y + (b * load<N>(g + i)) * load<N>(scale + i);
-      return y + residual_at<N>(e + i, owed);
-    }
-  };
-};
-
 struct CompressArgs {
   int64_t block_size, blocks;
   const int32_t* lengths;
@@ -685,123 +536,131 @@ struct CompressArgs {
   Payload m_packed;
   const float* b;
   const float* g;
-  Spans spans;
+  const Spans* spans;
   const void* r;
   void* e;
   float* owed;
   Payload out;
 };
 
+// y = ((a*m) + ((b*g)*r)) + e ; a missing term is +0.0
 template <Momentum M, Gradient G, class E, class D> void compress(int threads, const CompressArgs& x) {
   const int64_t size = x.block_size, lanes = size / kPlanes;
   parallel(threads, x.blocks, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), staged(x.spans.data != nullptr ? size : 0), y(kHoldsY<E> ? 0 : size);
-    SpanCursor cursor(x.spans, size, first);
+    Scratch acc(lanes), staged(x.spans != nullptr ? size : 0), kept(kHoldsY<E> ? 0 : size);
+    SpanCursor cursor(x.spans, x.lengths, size, first);
     for (int64_t block = first; block < last; ++block) {
-      const int64_t length = x.lengths[block];
       prefetch_words<true>(x.out, block, lanes);
-      Worker<M, G, E, D> worker{};
       E* const e = static_cast<E*>(x.e) + block * size;
-      worker.e = e;
       float* const owed = x.owed + (std::is_same_v<E, Owing> ? block : 0);
-      if constexpr (std::is_same_v<E, Owing>) worker.owed = *owed;
-      if (M != Momentum::kNone) worker.a = x.a[block];
-      if (M == Momentum::kFlat) worker.m = x.m + block * size;
+      const float owes = std::is_same_v<E, Owing> ? *owed : 0.0f;
+      float a = 0.0f, b = 0.0f;
+      const uint32_t* words = nullptr;
+      const float *m = nullptr, *g = nullptr;
+      const D* r = nullptr;
+      if (M != Momentum::kNone) a = x.a[block];
+      if (M == Momentum::kFlat) m = x.m + block * size;
       if (M == Momentum::kPacked) {
         const Block old = block_of(x.m_packed, block, lanes);
         prefetch_words<false>(x.m_packed, block, lanes);
-        worker.m_words = old.words;
-        worker.m_scale = *old.scale;
+        words = old.words;
+        a = a * *old.scale;  // since a * -s == -(a * s)
       }
-      if (G == Gradient::kScaled) worker.r = static_cast<const D*>(x.r) + block * size;
       if (G != Gradient::kNone) {
-        worker.b = x.b[block];
-        if (x.spans.data == nullptr) {
-          worker.g = x.g + block * size;
-        } else {
-          worker.g = whole_block(cursor.at(block), size, staged);
-        }
+        b = x.b[block];
+        g = x.spans == nullptr ? x.g + block * size : whole_block(cursor.at(block), size, staged);
       }
-      quantize(worker, size, length, e, owed, y, block_of(x.out, block, lanes), acc);
+      if (G == Gradient::kScaled) r = static_cast<const D*>(x.r) + block * size;
+      const auto worker = [=](auto n, auto count, int64_t lane) INLINED {
+        constexpr int N = n, R = count;
+        Signs<N, R> old;
+        if (M == Momentum::kPacked) old = Signs<N, R>(words + lane);
+        const F<N> am = splat<N>(a), bg = splat<N>(b), due = splat<N>(owes);
+        return [=](int v, int64_t i) mutable INLINED {
+          constexpr int kAhead = 384;  // further would push three streams out of the first cache
+          F<N> y = splat<N>(0.0f);
+          ask<kAhead, true>(e + i);
+          if (M == Momentum::kFlat) ask<kAhead>(m + i);
+          if (G != Gradient::kNone) ask<kAhead>(g + i);
+          if (G == Gradient::kScaled) ask<kAhead>(r + i);
+          if (M == Momentum::kFlat) y = am * load<N>(m + i);
+          if (M == Momentum::kPacked) y = old.next(am, v);
+          if (G == Gradient::kNone) y = y + splat<N>(0.0f);
+          if (G == Gradient::kPlain) y = y + bg * load<N>(g + i);
+          if (G == Gradient::kScaled) y = y + (bg * load<N>(g + i)) * load<N>(r + i);
+          return y + residual_at<N>(e + i, due);
+        };
+      };
+      quantize(worker, size, x.lengths[block], e, owed, kept, block_of(x.out, block, lanes), acc);
     }
   });
 }
 
 // ----- reduce -----------------------------------------------------------------------------------------------------------
 
-// z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number, whose words do not fit the registers
-template <int Rows, class E> struct Server {
-  int rows;
-  const float* scales;
-  const uint32_t* const* words;
-  float inv_n;
-  const E* d;
-  float owed;
-
-  template <int N, int R> struct Tile {
-    const E* d;
-    F<N> owed, inv_n, scale[Rows];
-    Signs<N> signs[Rows][R];
-    INLINE Tile(const Server& s, int64_t lane) : d(s.d), owed(splat<N>(s.owed)), inv_n(splat<N>(s.inv_n)) {
-      for (int row = 0; row < Rows; ++row) {
-        scale[row] = splat<N>(s.scales[row]);
-        for (int r = 0; r < R; ++r) signs[row][r].begin(s.words[row] + lane + r * N);
-      }
-    }
-    INLINE F<N> value(int r, int64_t i) {
-      ask<2048, true>(d + i);
-      F<N> z = signs[0][r].next(scale[0]);
-      for (int row = 1; row < Rows; ++row) z = z + signs[row][r].next(scale[row]);
-      return z * inv_n + residual_at<N>(d + i, owed);
-    }
-  };
+// The rows of a tile, in registers.
+template <int Rows, int N, int R> struct TileRows {
+  F<N> scale[Rows];
+  Signs<N, R> signs[Rows];
+  INLINE TileRows(const float* scales, const uint32_t* const* words, int64_t lane, int) {
+    for (int row = 0; row < Rows; ++row) scale[row] = splat<N>(scales[row]), signs[row] = Signs<N, R>(words[row] + lane);
+  }
+  INLINE F<N> sum(int v) {
+    F<N> z = signs[0].next(scale[0], v);
+    for (int row = 1; row < Rows; ++row) z = z + signs[row].next(scale[row], v);
+    return z;
+  }
 };
 
-template <class E> struct Server<0, E> {
-  int rows;
+// Any number of rows, whose words do not fit the registers.
+template <int N, int R> struct TileRows<0, N, R> {
   const float* scales;
   const uint32_t* const* words;
-  float inv_n;
-  const E* d;
-  float owed;
-
-  template <int N, int R> struct Tile {
-    const Server& s;
-    const int64_t first_lane;
-    int seen = 0;  // calls: R for each plane
-    INLINE Tile(const Server& server, int64_t lane) : s(server), first_lane(lane) {}
-    INLINE F<N> term(int row, int r, int shift) const {
-      const U<N> word = load<N>(s.words[row] + first_lane + r * N) << shift;
-      return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(splat<N>(s.scales[row])) ^ (word & kSign)));
-    }
-    INLINE F<N> value(int r, int64_t i) {
-      const int shift = kPlanes - 1 - seen++ / R;  // brings the plane's bit to the sign
-      ask<2048, true>(s.d + i);
-      F<N> z = term(0, r, shift);
-      for (int row = 1; row < s.rows; ++row) z = z + term(row, r, shift);
-      return z * splat<N>(s.inv_n) + residual_at<N>(s.d + i, splat<N>(s.owed));
-    }
-  };
+  int64_t lane;
+  int rows, seen = 0;  // seen: calls, R for each plane
+  INLINE TileRows(const float* scales, const uint32_t* const* words, int64_t lane, int rows)
+      : scales(scales), words(words), lane(lane), rows(rows) {}
+  INLINE F<N> term(int row, int v, int shift) const {
+    const U<N> word = load<N>(words[row] + lane + v * N) << shift;
+    return bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(splat<N>(scales[row])) ^ (word & kSign)));
+  }
+  INLINE F<N> sum(int v) {
+    const int shift = kPlanes - 1 - seen++ / R;  // brings the plane's bit to the sign
+    F<N> z = term(0, v, shift);
+    for (int row = 1; row < rows; ++row) z = z + term(row, v, shift);
+    return z;
+  }
 };
 
+// z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number
 template <int Rows, class E>
-void reduce(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, E* d, float* owed,
-            const Payload& out, float inv_n) {
+void reduce(int threads, int64_t size, int64_t blocks, int rows, const Payload& received, const int32_t* lengths, E* all_d,
+            float* all_owed, const Payload& out, float inv_n) {
   const int64_t lanes = size / kPlanes;
-  parallel(threads, received.per_row, size, [&](int64_t first, int64_t last) {
-    Scratch acc(lanes), scales(rows), y(kHoldsY<E> ? 0 : size);
-    std::vector<const uint32_t*> words(rows);
+  parallel(threads, blocks, size, [&](int64_t first, int64_t last) {
+    Scratch acc(lanes), scale_of(rows), kept(kHoldsY<E> ? 0 : size);
+    std::vector<const uint32_t*> words_of(rows);
+    float* const scales = scale_of;
+    const uint32_t** const words = words_of.data();
     for (int64_t block = first; block < last; ++block) {
       for (int row = 0; row < rows; ++row) {
-        const Block in = block_of(received, row * received.per_row + block, lanes);
-        prefetch_words<false>(received, row * received.per_row + block, lanes);
+        const Block in = block_of(received, row * blocks + block, lanes);
+        prefetch_words<false>(received, row * blocks + block, lanes);
         scales[row] = *in.scale;
         words[row] = in.words;
       }
-      E* const residual = d + block * size;
-      float* const owes = owed + (std::is_same_v<E, Owing> ? block : 0);
-      const Server<Rows, E> server{rows, scales, words.data(), inv_n, residual, std::is_same_v<E, Owing> ? *owes : 0.0f};
-      quantize(server, size, lengths[block], residual, owes, y, block_of(out, block, lanes), acc);
+      E* const d = all_d + block * size;
+      float* const owed = all_owed + (std::is_same_v<E, Owing> ? block : 0);
+      const float owes = std::is_same_v<E, Owing> ? *owed : 0.0f;
+      const auto server = [=](auto n, auto r, int64_t lane) INLINED {
+        constexpr int N = n, R = r;
+        const F<N> share = splat<N>(inv_n), due = splat<N>(owes);
+        return [=, tile = TileRows<Rows, N, R>(scales, words, lane, rows)](int v, int64_t i) mutable INLINED {
+          ask<2048, true>(d + i);
+          return tile.sum(v) * share + residual_at<N>(d + i, due);
+        };
+      };
+      quantize(server, size, lengths[block], d, owed, kept, block_of(out, block, lanes), acc);
     }
   });
 }
@@ -810,141 +669,43 @@ void reduce(int threads, int64_t size, int rows, const Payload& received, const 
 
 struct None {};  // in the place of the elements of what is not there
 
-// x = x*decay - (+-(t*r)), or without r
-template <class D> struct ApplyAdam {
-  int64_t lanes;
-  float decay, t;
-  const uint32_t* words;
-  const D* r;
-  float* x;
+INLINE None operator+(None none, int64_t) { return none; }
 
-  template <int N, int R> INLINE void run(int64_t lane) {
-    Signs<N> signs[R];
-    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
-    const F<N> factor = splat<N>(t), keep = splat<N>(decay);
-    const D* const from = r;
-    float* const to = x;
-    const int64_t step = lanes, end = kPlanes * lanes + lane;
-    for (int64_t i = lane; i < end; i += step)
-      for (int v = 0; v < R; ++v) {
-        ask<320, true>(to + i + v * N);
-        F<N> size = factor;
-        if constexpr (!std::is_same_v<D, None>) {
-          ask<320>(from + i + v * N);
-          size = factor * load<N>(from + i + v * N);
-        }
-        const F<N> update = signs[v].next(size);
-        store<N>(to + i + v * N, load<N>(to + i + v * N) * keep - update);
-      }
-  }
-};
-
-struct Unpack {
-  int64_t lanes;
-  float scale;
-  const uint32_t* words;
-  float* out;
-
-  template <int N, int R> INLINE void run(int64_t lane) {
-    Signs<N> signs[R];
-    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
-    const F<N> magnitude = splat<N>(scale);
-    float* const to = out;
-    const int64_t step = lanes, end = kPlanes * lanes + lane;
-    for (int64_t i = lane; i < end; i += step)
-      for (int v = 0; v < R; ++v) {
-        ask<512, true>(to + i + v * N);
-        store<N>(to + i + v * N, signs[v].next(magnitude));
-      }
-  }
-};
-
-// ----- 1-bit LAMB -------------------------------------------------------------------------------------------------------
-
-struct LambFactors {  // of a block
-  float b1, i1, b2, o2, c2, eps, wd;
-  float old_scale, scale, t;  // t: alpha times scale
-};
-
-// ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (+-t)*r ; u = up + wd*x ; ratio = 1/(r*(sqrt(fresh*c2) + eps))
-template <class D> struct LambUpdate {
-  int64_t lanes, length;
-  LambFactors f;
-  const uint32_t *words, *old_words;  // old_words: null where the old momentum is flat
-  const float *m_old, *x;
-  const D* r;
-  float* fresh;
-  float *up_acc, *u_acc;
-  uint32_t* largest;  // per lane, as bits: for numbers >= 0 these are in the order of the values, and a NaN is above all
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
-
-  // Tiles of one vector: the arithmetic, a square root and two divisions worth of it, is what takes the time here.
-  template <int N> INLINE void one(int64_t lane) const {
-    Signs<N> sign, old_sign;
-    sign.begin(words + lane);
-    if (old_words != nullptr) old_sign.begin(old_words + lane);
-    F<N> up_sum{}, u_sum{};
-    U<N> top{};
-    const LambFactors k = f;
-    const D* const r_from = r;
-    const float *const x_from = x, *const m_from = m_old;
-    float* const moments = fresh;
-    constexpr int kAhead = 512;
-    // in a block with padding N is 1
-    for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes) {
-      ask<kAhead, true>(moments + i);
-      ask<kAhead>(r_from + i);
-      ask<kAhead>(x_from + i);
-      const U<N> bit = bits_as<U<N>>(sign.next(F<N>{})) & kSign;
-      const F<N> m = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(k.scale) ^ bit));
-      const F<N> m0 = old_words != nullptr ? old_sign.next(splat<N>(k.old_scale)) : load<N>(m_from + i);
-      const F<N> ghat = (m - k.b1 * m0) * k.i1;
-      const F<N> learned = k.b2 * load<N>(moments + i) + k.o2 * (ghat * ghat);
-      store<N>(moments + i, learned);
-      const F<N> reciprocal = load<N>(r_from + i);
-      const F<N> up = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(k.t) ^ bit)) * reciprocal;
-      const F<N> u = up + k.wd * load<N>(x_from + i);
-      up_sum = up_sum + up * up;
-      u_sum = u_sum + u * u;
-      const F<N> ratio = 1.0f / (reciprocal * (root<N>(learned * k.c2) + k.eps));
-      const U<N> seen = bits_as<U<N>>(ratio) & mask<N>(reciprocal > F<N>{});
-      const U<N> above = mask<N>(seen > top);
-      top = (seen & above) | (top & ~above);
-    }
-    store<N>(up_acc + lane, up_sum);
-    store<N>(u_acc + lane, u_sum);
-    store<N>(largest + lane, top);
-  }
-};
-
-// x = x - step*u with u = (+-t)*r + wd*x
-template <class D> struct LambApply {
-  int64_t lanes;
-  float t, wd, step;
-  const uint32_t* words;
-  const D* r;
-  float* x;
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    Signs<N> signs[R];
-    for (int v = 0; v < R; ++v) signs[v].begin(words + lane + v * N);
+// x = rule(x, +-(t*r)) with the signs of a block's bits; r: an address, or None for 1
+template <class From, class Rule>
+INLINE void decode(int64_t lanes, float t, const uint32_t* words, From r, float* x, const Rule& rule) {
+  for_each_tile(lanes, [=](auto n, auto count, int64_t lane) INLINED {
+    constexpr int N = n, R = count;
+    Signs<N, R> signs(words + lane);
     const F<N> factor = splat<N>(t);
-    const float wd_ = wd, step_ = step;
-    const D* const from = r;
-    float* const to = x;
-    for (int64_t i = lane; i < kPlanes * lanes; i += lanes)
+    for (int64_t i = lane, end = kPlanes * lanes + lane; i < end; i += lanes)
       for (int v = 0; v < R; ++v) {
-        ask<320, true>(to + i + v * N);
-        ask<320>(from + i + v * N);
-        const F<N> weight = load<N>(to + i + v * N);
-        const F<N> up = signs[v].next(static_cast<F<N>>(factor * load<N>(from + i + v * N)));
-        store<N>(to + i + v * N, weight - step_ * (up + wd_ * weight));
+        float* const to = x + i + v * N;
+        ask<320, true>(to);
+        F<N> size = factor;
+        if constexpr (!std::is_same_v<From, None>) {
+          ask<320>(r + i + v * N);
+          size = factor * load<N>(r + i + v * N);
+        }
+        store<N>(to, rule(load<N>(to), signs.next(size, v)));
       }
-  }
-};
+  });
+}
+
+// Decodes into every run of the spans, with t = alpha*scale; rule_of(first block of the span): every block of a span belongs to one
+// parameter, hence one group.
+template <class From, class RuleOf>
+void decode_runs(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans, const Payload& packed,
+                 From r, const float* alpha, const RuleOf& rule_of) {
+  const int64_t lanes = block_size / kPlanes;
+  for_each_run(threads, block_size, blocks, lengths, spans, block_size, [&](int64_t block, const Run& run, float* staged) {
+    const Block in = block_of(packed, block, lanes);
+    prefetch_words<false>(packed, block, lanes);
+    const float t = alpha[block] * *in.scale;
+    const auto rule = rule_of(run.first_block);
+    update_run(run, block_size, staged, [&](float* x) INLINED { decode(lanes, t, in.words, r + block * block_size, x, rule); });
+  });
+}
 
 // ----- BinSGDM ----------------------------------------------------------------------------------------------------------
 
@@ -979,128 +740,77 @@ inline void clear_padding(uint32_t* words, int64_t length, int64_t lanes) {
   for (int64_t i = std::max<int64_t>(0, length); i < kPlanes * lanes; ++i) words[i % lanes] &= ~(1u << (i / lanes));
 }
 
-// m = b*m + o*g ; a = b*a + o*|g| ; negative where not m > a*U (U where a is 0) ; m = m + keep*(m - clip(m, -a, a))
-struct Sample {
-  int64_t lanes;
-  float b1, o1, b2, o2, keep;
-  const float* g;
-  float *m, *a;
-  uint32_t per_block;
-  const Key& key;
-  uint32_t* words;
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
-  template <int N> INLINE void one(int64_t lane) const {
+// m = b1*m + o1*g ; a = b2*a + o2*|g| ; negative where not m > a*U (U where a is 0) ; m = m + share*(m - clip(m, -a, a))
+INLINE void sample(int64_t lanes, float b1, float o1, float b2, float o2, float share, const float* g, float* m, float* a,
+                   uint32_t per_block, Key key, uint32_t* words) {
+  for_each_vector(lanes, [=](auto n, int64_t lane) INLINED {
+    constexpr int N = n, kAhead = 512;
     U<N> word{};
-    const float held = b1, add = o1, held_size = b2, add_size = o2, share = keep;
-    float *const to_m = m, *const to_a = a;
-    const float* const from = g;
-    constexpr int kAhead = 512;
     for (int64_t i = lane; i < kPlanes * lanes; i += lanes) {
-      ask<kAhead, true>(to_m + i);
-      ask<kAhead, true>(to_a + i);
-      ask<kAhead>(from + i);
-      const F<N> gradient = load<N>(from + i);
-      const F<N> size = held_size * load<N>(to_a + i) + add_size * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
-      const F<N> moment = held * load<N>(to_m + i) + add * gradient;
-      store<N>(to_a + i, size);
-      const U<N> empty = mask<N>(size == F<N>{});
-      const U<N> unit = bits_as<U<N>>(size) | (splat_bits<N>(1.0f) & empty);
+      ask<kAhead, true>(m + i);
+      ask<kAhead, true>(a + i);
+      ask<kAhead>(g + i);
+      const F<N> gradient = load<N>(g + i);
+      const F<N> size = b2 * load<N>(a + i) + o2 * bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(gradient) & ~kSign));
+      const F<N> moment = b1 * load<N>(m + i) + o1 * gradient;
+      store<N>(a + i, size);
+      const U<N> unit = bits_as<U<N>>(size) | (splat_bits<N>(1.0f) & mask<N>(size == F<N>{}));
       const F<N> threshold = bits_as<F<N>>(unit) * uniform<N>(draws<N>(per_block, key, i));
       word = (word >> 1) | (~mask<N>(moment > threshold) & kSign);
       if (share == 0.0f) {
-        store<N>(to_m + i, moment);
+        store<N>(m + i, moment);
         continue;
       }
       const U<N> sign = bits_as<U<N>>(moment) & kSign;
       const F<N> magnitude = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(moment) & ~kSign));
       const U<N> excess = bits_as<U<N>>(magnitude - size) & mask<N>(magnitude > size);
-      store<N>(to_m + i, moment + share * bits_as<F<N>>(static_cast<U<N>>(excess | sign)));
+      store<N>(m + i, moment + share * bits_as<F<N>>(static_cast<U<N>>(excess | sign)));
     }
     store<N>(words + lane, word);
-  }
-};
+  });
+}
 
 // carry: z = (n - 2c)*share + carry ; negative where not z >= 0 ; carry = z - sign. Otherwise negative where not n - 2c > n*U
-struct Vote {
-  int64_t lanes;
-  int rows;
-  const uint32_t* const* received;
-  uint32_t per_block;
-  const Key& key;
-  uint32_t* out;
-  float* carry;  // of the block, or null
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
-  template <int N> INLINE U<N> negatives(int64_t lane, int plane) const {
-    U<N> count{};
-    for (int row = 0; row < rows; ++row) count = count + ((load<N>(received[row] + lane) >> plane) & 1u);
-    return count;
-  }
-  template <int N> INLINE void one(int64_t lane) const {
+INLINE void vote(int64_t lanes, uint32_t rows, float share, const uint32_t* const* received, uint32_t per_block, Key key, uint32_t* out,
+                 float* carry) {
+  for_each_vector(lanes, [=](auto n, int64_t lane) INLINED {
+    constexpr int N = n;
     U<N> word{};
-    const float share = 1.0f / static_cast<float>(rows);
     for (int plane = 0; plane < kPlanes; ++plane) {
-      const I<N> balance = bits_as<I<N>>(static_cast<U<N>>(static_cast<uint32_t>(rows) - 2u * negatives<N>(lane, plane)));
+      U<N> count{};
+      for (uint32_t row = 0; row < rows; ++row) count = count + ((load<N>(received[row] + lane) >> plane) & 1u);
+      const F<N> balance = to_floats<N>(bits_as<I<N>>(static_cast<U<N>>(rows - 2u * count)));
       if (carry != nullptr) {
         float* const at = carry + plane * lanes + lane;
         ask<512, true>(at);
-        const F<N> z = to_floats<N>(balance) * share + load<N>(at);
+        const F<N> z = balance * share + load<N>(at);
         const U<N> sign = ~mask<N>(z >= F<N>{}) & kSign;
         store<N>(at, z - bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | sign)));
         word = (word >> 1) | sign;
         continue;
       }
       const U<N> h = draws<N>(per_block, key, plane * lanes + lane);
-      const U<N> negative = ~mask<N>(to_floats<N>(balance) > static_cast<float>(rows) * uniform<N>(h));
-      word = (word >> 1) | (negative & kSign);
+      word = (word >> 1) | (~mask<N>(balance > static_cast<float>(rows) * uniform<N>(h)) & kSign);
     }
     store<N>(out + lane, word);
-  }
-};
+  });
+}
 
 // x = x*decay + lr*ubar where live, x*decay + 0 elsewhere
-struct ApplyVotes {
-  int64_t lanes;
-  float decay, lr;
-  const uint32_t *words, *live;
-  float* x;
-
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) one<N>(lane + v * N);
-  }
-  template <int N> INLINE void one(int64_t lane) const {
-    const U<N> alive = load<N>(live + lane);
-    const float keep = decay;
-    float* const to = x;
+INLINE void apply_votes(int64_t lanes, float decay, float lr, const uint32_t* words, const uint32_t* live, float* x) {
+  for_each_vector(lanes, [=](auto n, int64_t lane) INLINED {
+    constexpr int N = n;
+    const U<N> negative = load<N>(words + lane), alive = load<N>(live + lane);
     for (int plane = 0; plane < kPlanes; ++plane) {
-      const F<N> ubar = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | (load<N>(words + lane) >> plane) << 31));
+      const F<N> ubar = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(1.0f) | (negative >> plane) << 31));
       const U<N> takes_part = U<N>{} - ((alive >> plane) & 1u);
       const F<N> delta = bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(static_cast<F<N>>(lr * ubar)) & takes_part));
-      float* const at = to + plane * lanes + lane;
+      float* const at = x + plane * lanes + lane;
       ask<512, true>(at);
-      store<N>(at, load<N>(at) * keep + delta);
+      store<N>(at, load<N>(at) * decay + delta);
     }
-  }
-};
-
-struct MarkLive {
-  int64_t lanes;
-  const float* a;
-  uint32_t* words;
-  template <int N, int R> INLINE void run(int64_t lane) const {
-    for (int v = 0; v < R; ++v) {
-      U<N> word{};
-      for (int64_t i = lane + v * N; i < kPlanes * lanes; i += lanes)
-        word = (word >> 1) | (mask<N>(load<N>(a + i) > F<N>{}) & kSign);
-      store<N>(words + lane + v * N, word);
-    }
-  }
-};
+  });
+}
 
 // ----- gradient statistics ----------------------------------------------------------------------------------------------
 
@@ -1109,8 +819,7 @@ constexpr int64_t kSumPiece = 1 << 18;
 // Sum of squares in fp64, where the square of any fp32 number is exact and no sum can overflow: not finite means that an element
 // is not. Fixed pieces and fixed lanes: the result does not depend on the number of threads.
 //
-// Four streams at once: a core that follows a single one does not have enough reads under way to use the memory's speed. (On Zen 4
-// 22 GB/s against 15.6 with one stream and prefetch instructions, 20 with one stream and none.)
+// Four streams at once: a core that follows a single one does not have enough reads under way to use the memory's speed.
 double sum_squares(const float* p, int64_t count) {
   constexpr int kLanes = 16, kStreams = 4;
   double acc[kStreams][kLanes] = {};
@@ -1152,33 +861,25 @@ template <class Work> INLINE void by_dtype(const void* p, int dtype, const Work&
 }
 template <class Pointer> using Element = std::remove_const_t<std::remove_pointer_t<Pointer>>;
 
+// Calls work(an element of a residual), which says how it is kept.
+template <class Work> INLINE void by_residual(int dtype, const float* owed, const Work& work) {
+  if (dtype == kBfloat16) return work(Bfloat{});
+  owed != nullptr ? work(Owing{}) : work(0.0f);
+}
+
 EXPORT int onebit_abi() { return kAbi; }
 
-// For measurements and tests: 0 makes the kernels use helpers of their own where they would use torch's OpenMP team.
+// For measurements and tests: 0 makes the kernels use threads of their own where they would use torch's OpenMP team.
 EXPORT void onebit_use_openmp(int yes) { use_openmp = yes != 0; }
 
-EXPORT void onebit_gather(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                          const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, float* out) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+EXPORT void onebit_gather(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans, float* out) {
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    SpanCursor cursor(table, block_size, first);
+    SpanCursor cursor(spans, lengths, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const Run run = cursor.at(block);
       const int64_t held = run.data != nullptr ? run.length : 0;
       if (held) to_float(run.data, run.dtype, held, out + block * block_size);
       std::memset(out + block * block_size + held, 0, (block_size - held) * 4);
-    }
-  });
-}
-
-EXPORT void onebit_scatter(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                           const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, const float* flat) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    SpanCursor cursor(table, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      const Run run = cursor.at(block);
-      if (run.data != nullptr) from_float(flat + block * block_size, run.length, run.dtype, run.data);
     }
   });
 }
@@ -1211,52 +912,43 @@ EXPORT void onebit_grad_stats(int threads, int64_t tensors, const int64_t* numel
   result[1] = bad;
 }
 
-// m: flat (m), packed (m_raw) or neither; g: flat (g), spans (span_data) or neither, times r where that is given.
 template <Momentum M, class E> void compress(int threads, const CompressArgs& x, int r_dtype) {
-  if (x.g == nullptr && x.spans.data == nullptr) return compress<M, Gradient::kNone, E, float>(threads, x);
+  if (x.g == nullptr && x.spans == nullptr) return compress<M, Gradient::kNone, E, float>(threads, x);
   if (x.r == nullptr) return compress<M, Gradient::kPlain, E, float>(threads, x);
   by_dtype(x.r, r_dtype, [&](auto r) { compress<M, Gradient::kScaled, E, Element<decltype(r)>>(threads, x); });
 }
 
-template <Momentum M> void compress(int threads, const CompressArgs& x, int r_dtype, int e_dtype) {
-  if (e_dtype == kBfloat16) return compress<M, Bfloat>(threads, x, r_dtype);
-  x.owed != nullptr ? compress<M, Owing>(threads, x, r_dtype) : compress<M, float>(threads, x, r_dtype);
-}
-
+// m: flat (m), packed (m_raw) or neither; g: flat (g), spans or neither, times r where that is given.
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
-                            const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                            void* const* span_data, const uint8_t* span_dtype, const void* r, int r_dtype, void* e,
-                            int e_dtype, float* owed, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
-  const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g,
-                       {spans, span_block, span_numel, span_data, span_dtype}, r, e, owed, {out_raw, out_stride, out_per_row}};
-  if (m != nullptr) return compress<Momentum::kFlat>(threads, x, r_dtype, e_dtype);
-  if (m_raw != nullptr) return compress<Momentum::kPacked>(threads, x, r_dtype, e_dtype);
-  compress<Momentum::kNone>(threads, x, r_dtype, e_dtype);
+                            const float* g, const Spans* spans, const void* r, int r_dtype, void* e, int e_dtype, float* owed,
+                            uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
+  const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g, spans, r, e, owed,
+                       {out_raw, out_stride, out_per_row}};
+  by_residual(e_dtype, owed, [&](auto element) {
+    using E = decltype(element);
+    if (m != nullptr) return compress<Momentum::kFlat, E>(threads, x, r_dtype);
+    if (m_raw != nullptr) return compress<Momentum::kPacked, E>(threads, x, r_dtype);
+    compress<Momentum::kNone, E>(threads, x, r_dtype);
+  });
 }
 
-template <class E>
-void reduce_rows(int threads, int64_t size, int rows, const Payload& received, const int32_t* lengths, void* residual,
-                 float* owed, const Payload& out, float inv_n) {
-  E* const d = static_cast<E*>(residual);
-  switch (rows) {
-    case 1: return reduce<1>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-    case 2: return reduce<2>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-    case 3: return reduce<3>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-    case 4: return reduce<4>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-    default: return reduce<0>(threads, size, rows, received, lengths, d, owed, out, inv_n);
-  }
-}
-
-EXPORT void onebit_reduce(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
+EXPORT void onebit_reduce(int threads, int64_t block_size, int64_t blocks, int64_t rows, uint8_t* raw, int64_t stride,
                           const int32_t* lengths, void* d, int d_dtype, float* owed, uint8_t* out_raw, int64_t out_stride,
                           float inv_n) {
-  const Payload received{in_raw, in_stride, per_row}, out{out_raw, out_stride, per_row};
-  const auto run = [&](auto element) {
-    reduce_rows<decltype(element)>(threads, block_size, rows, received, lengths, d, owed, out, inv_n);
-  };
-  if (d_dtype == kBfloat16) return run(Bfloat{});
-  owed != nullptr ? run(Owing{}) : run(0.0f);
+  by_residual(d_dtype, owed, [&](auto element) {
+    const auto of = [&](auto known) {
+      reduce<known>(threads, block_size, blocks, static_cast<int>(rows), {raw, stride, blocks}, lengths,
+                    static_cast<decltype(element)*>(d), owed, {out_raw, out_stride, blocks}, inv_n);
+    };
+    switch (rows) {
+      case 1: return of(Int<1>{});
+      case 2: return of(Int<2>{});
+      case 3: return of(Int<3>{});
+      case 4: return of(Int<4>{});
+      default: return of(Int<0>{});
+    }
+  });
 }
 
 // values: an Owing residual; its blocks owe nothing afterwards
@@ -1281,146 +973,119 @@ EXPORT void onebit_unpack(int threads, int64_t block_size, int64_t blocks, uint8
     for (int64_t block = first; block < last; ++block) {
       float* to = out + block * block_size;
       const int64_t length = std::max<int64_t>(0, lengths[block]);
-      if (length) {
-        const Block in = block_of(packed, block, lanes);
-        for_each_tile(lanes, Unpack{lanes, *in.scale, in.words, to});
-      }
+      const Block in = block_of(packed, block, lanes);
+      if (length) decode(lanes, *in.scale, in.words, None{}, to, [](auto, auto value) INLINED { return value; });
       std::memset(to + length, 0, (block_size - length) * 4);
     }
   });
 }
 
-EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                              const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* raw,
-                              int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* decay, const float* alpha) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Payload packed{raw, stride, per_row};
-  const int64_t lanes = block_size / kPlanes;
+EXPORT void onebit_apply_adam(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
+                              uint8_t* raw, int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* decay,
+                              const float* alpha) {
   const auto apply = [&](auto from) {
-    using D = Element<decltype(from)>;
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      Scratch staged(block_size);
-      SpanCursor cursor(table, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        const Run run = cursor.at(block);
-        if (run.data == nullptr) continue;
-        const Block in = block_of(packed, block, lanes);
-        prefetch_words<false>(packed, block, lanes);
-        // every block of a span belongs to one parameter, hence one group, hence one decay
-        ApplyAdam<D> tile{lanes, decay[run.first_block], alpha[block] * *in.scale, in.words, nullptr, nullptr};
-        if constexpr (!std::is_same_v<D, None>) tile.r = from + block * block_size;
-        update_run(run, block_size, staged, tile);
-      }
+    decode_runs(threads, block_size, blocks, lengths, spans, {raw, stride, per_row}, from, alpha, [&](int64_t span) {
+      return [keep = decay[span]](auto x, auto update) INLINED { return x * keep - update; };
     });
   };
-  if (r != nullptr) by_dtype(r, r_dtype, apply);
-  else apply(static_cast<const None*>(nullptr));
+  r != nullptr ? by_dtype(r, r_dtype, apply) : apply(None{});
 }
 
+EXPORT void onebit_lamb_apply(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
+                              uint8_t* raw, int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* alpha,
+                              const float* wd, const float* step) {
+  by_dtype(r, r_dtype, [&](auto from) {
+    decode_runs(threads, block_size, blocks, lengths, spans, {raw, stride, per_row}, from, alpha, [&](int64_t span) {
+      return [decay = wd[span], rate = step[span]](auto x, auto update) INLINED { return x - rate * (update + decay * x); };
+    });
+  });
+}
+
+// ghat = (m - b1*m_old)*i1 ; fresh = b2*fresh + o2*(ghat*ghat) ; up = (+-t)*r ; u = up + wd*x ; ratio = 1/(r*(sqrt(fresh*c2) + eps))
 // factors: 8 rows of one fp32 per block (b1, i1, b2, o2, c2, eps, alpha, wd); out: 3 fp32 per block, and 0 where there is no tensor
-EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* new_raw,
-                               int64_t new_stride, int64_t new_per_row, const float* old, uint8_t* old_raw, int64_t old_stride,
-                               int64_t old_per_row, const void* r, int r_dtype, float* fresh, const float* factors, float* out) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Payload now{new_raw, new_stride, new_per_row}, before{old_raw, old_stride, old_per_row};
+EXPORT void onebit_lamb_update(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
+                               uint8_t* raw, int64_t stride, int64_t per_row, const float* old, uint8_t* old_raw,
+                               int64_t old_stride, int64_t old_per_row, const void* all_r, int r_dtype, float* fresh,
+                               const float* factors, float* out) {
+  const Payload now{raw, stride, per_row}, before{old_raw, old_stride, old_per_row};
   const int64_t lanes = block_size / kPlanes;
-  by_dtype(r, r_dtype, [&](auto from) {
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      Scratch up(lanes), u(lanes), largest(lanes), staged(block_size);
-      SpanCursor cursor(table, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        const Run run = cursor.at(block);
-        float* const result = out + 3 * block;
-        result[0] = result[1] = result[2] = 0.0f;
-        if (run.data == nullptr || run.length == 0) continue;
-        const auto factor = [&](int row) { return factors[row * blocks + block]; };
-        const Block in = block_of(now, block, lanes);
-        LambUpdate<Element<decltype(from)>> update{};
-        update.lanes = lanes;
-        update.length = run.length;
-        update.f = {factor(0), factor(1), factor(2), factor(3), factor(4), factor(5), factor(7), 0.0f, *in.scale, factor(6) * *in.scale};
-        update.words = in.words;
-        if (old_raw != nullptr) {
-          const Block was = block_of(before, block, lanes);
-          update.f.old_scale = *was.scale;
-          update.old_words = was.words;
-        } else {
-          update.m_old = old + block * block_size;
+  std::fill(out, out + 3 * blocks, 0.0f);
+  by_dtype(all_r, r_dtype, [&](auto from) {
+    for_each_run(threads, block_size, blocks, lengths, spans, block_size + 3 * lanes, [&](int64_t block, const Run& run, float* staged) {
+      const float* const f = factors + block;
+      const float b1 = f[0], i1 = f[blocks], b2 = f[2 * blocks], o2 = f[3 * blocks], c2 = f[4 * blocks], eps = f[5 * blocks];
+      const float alpha = f[6 * blocks], wd = f[7 * blocks];
+      const Block in = block_of(now, block, lanes), was = old_raw != nullptr ? block_of(before, block, lanes) : Block{};
+      const float scale = *in.scale, t = alpha * scale, old_scale = old_raw != nullptr ? *was.scale : 0.0f;
+      const float *const x = whole_block(run, block_size, staged), *const m_old = old_raw != nullptr ? nullptr : old + block * block_size;
+      const auto* const r = from + block * block_size;
+      float *const moments = fresh + block * block_size, *const up_acc = staged + block_size, *const u_acc = up_acc + lanes;
+      // per lane, as bits: for numbers >= 0 these are in the order of the values, and a NaN is above all
+      uint32_t* const largest = reinterpret_cast<uint32_t*>(u_acc + lanes);
+      const auto update = [=, length = run.length](auto n, int64_t lane) INLINED {
+        constexpr int N = n, kAhead = 512;  // N is 1 in a block with padding
+        Signs<N> sign(in.words + lane), old_sign;
+        if (m_old == nullptr) old_sign = Signs<N>(was.words + lane);
+        F<N> up_sum{}, u_sum{};
+        U<N> top{};
+        for (int64_t i = lane; i < kPlanes * lanes && (N > 1 || i < length); i += lanes) {
+          ask<kAhead, true>(moments + i);
+          ask<kAhead>(r + i);
+          ask<kAhead>(x + i);
+          const U<N> bit = bits_as<U<N>>(sign.next(F<N>{})) & kSign;
+          const F<N> m = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(scale) ^ bit));
+          const F<N> m0 = m_old == nullptr ? old_sign.next(splat<N>(old_scale)) : load<N>(m_old + i);
+          const F<N> ghat = (m - b1 * m0) * i1;
+          const F<N> learned = b2 * load<N>(moments + i) + o2 * (ghat * ghat);
+          store<N>(moments + i, learned);
+          const F<N> reciprocal = load<N>(r + i);
+          const F<N> up = bits_as<F<N>>(static_cast<U<N>>(splat_bits<N>(t) ^ bit)) * reciprocal;
+          const F<N> u = up + wd * load<N>(x + i);
+          up_sum = up_sum + up * up;
+          u_sum = u_sum + u * u;
+          const F<N> ratio = 1.0f / (reciprocal * (root<N>(learned * c2) + eps));
+          const U<N> seen = bits_as<U<N>>(ratio) & mask<N>(reciprocal > F<N>{});
+          const U<N> above = mask<N>(seen > top);
+          top = (seen & above) | (top & ~above);
         }
-        update.r = from + block * block_size;
-        update.x = whole_block(run, block_size, staged);
-        update.fresh = fresh + block * block_size;
-        update.up_acc = up;
-        update.u_acc = u;
-        update.largest = reinterpret_cast<uint32_t*>(static_cast<float*>(largest));
-        if (run.length == block_size) {
-          for_each_tile(lanes, update);
-        } else {
-          for (int64_t lane = 0; lane < lanes; ++lane) update.template one<1>(lane);
-        }
-        result[0] = fold_lanes(up, lanes);
-        result[1] = fold_lanes(u, lanes);
-        result[2] = bits_as<float>(*std::max_element(update.largest, update.largest + lanes));
+        store<N>(up_acc + lane, up_sum);
+        store<N>(u_acc + lane, u_sum);
+        store<N>(largest + lane, top);
+      };
+      if (run.length == block_size) {
+        for_each_vector(lanes, update);
+      } else {
+        for (int64_t lane = 0; lane < lanes; ++lane) update(Int<1>{}, lane);
       }
+      out[3 * block] = fold_lanes(up_acc, lanes);
+      out[3 * block + 1] = fold_lanes(u_acc, lanes);
+      out[3 * block + 2] = bits_as<float>(*std::max_element(largest, largest + lanes));
     });
   });
 }
 
-EXPORT void onebit_lamb_apply(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                              const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype, uint8_t* raw,
-                              int64_t stride, int64_t per_row, const void* r, int r_dtype, const float* alpha, const float* wd,
-                              const float* step) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Payload packed{raw, stride, per_row};
-  const int64_t lanes = block_size / kPlanes;
-  by_dtype(r, r_dtype, [&](auto from) {
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      Scratch staged(block_size);
-      SpanCursor cursor(table, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        const Run run = cursor.at(block);
-        if (run.data == nullptr) continue;
-        const Block in = block_of(packed, block, lanes);
-        prefetch_words<false>(packed, block, lanes);
-        update_run(run, block_size, staged, LambApply<Element<decltype(from)>>{lanes, alpha[block] * *in.scale, wd[run.first_block], step[run.first_block],
-                                                     in.words, from + block * block_size, nullptr});
-      }
-    });
-  });
-}
-
-// spans: weights (fp32); g: gradients of the same spans; factors: 5 rows of one fp32 per block (b1, o1, lr, decay, bound)
-EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                              const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
-                              void* const* g_data, const uint8_t* g_dtype, float* m, float* u, const void* r, int r_dtype, float* anchor,
+// spans: weights (fp32); gradients: of the same spans; factors: 5 rows of one fp32 per block (b1, o1, lr, decay, bound)
+EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
+                              const Spans* gradients, float* m, float* u, const void* r, int r_dtype, float* anchor,
                               const float* factors) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
-  const Spans gradients{spans, span_block, span_numel, g_data, g_dtype};
   by_dtype(r, r_dtype, [&](auto from) {
-    parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-      Scratch staged(block_size);
-      SpanCursor cursor(table, block_size, first), gradient_cursor(gradients, block_size, first);
-      for (int64_t block = first; block < last; ++block) {
-        const Run run = cursor.at(block), gradient = gradient_cursor.at(block);
-        if (run.data == nullptr) continue;
-        const auto factor = [&](int row) { return factors[row * blocks + run.first_block]; };
-        const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3), bound = factor(4);
-        const int64_t at = block * block_size;
-        const float* const g = whole_block(gradient, block_size, staged);
-        float* __restrict x = static_cast<float*>(run.data);
-        float *__restrict mb = m + at, *__restrict ub = u + at, *__restrict ab = anchor + at;
-        const auto* __restrict rb = from + at;
-        for (int64_t i = 0; i < run.length; ++i) {
-          const float moment = b1 * mb[i] + o1 * g[i];
-          const float p = lr * moment;
-          mb[i] = moment;
-          ub[i] = ub[i] + p;
-          // comparisons in this order let NaN through
-          const float step = p * load<1>(rb + i), above = step > bound ? bound : step;
-          x[i] = x[i] * decay - (above < -bound ? -bound : above);
-          ab[i] = ab[i] * decay;
-        }
+    for_each_run(threads, block_size, blocks, lengths, spans, block_size, [&](int64_t block, const Run& run, float* staged) {
+      const auto factor = [&](int row) { return factors[row * blocks + run.first_block]; };
+      const float b1 = factor(0), o1 = factor(1), lr = factor(2), decay = factor(3), bound = factor(4);
+      const int64_t at = block * block_size;
+      const float* const g = whole_block(run_of(*gradients, run.span, block, run.length, block_size), block_size, staged);
+      float* __restrict x = static_cast<float*>(run.data);
+      float *__restrict mb = m + at, *__restrict ub = u + at, *__restrict ab = anchor + at;
+      const auto* __restrict rb = from + at;
+      for (int64_t i = 0; i < run.length; ++i) {
+        const float moment = b1 * mb[i] + o1 * g[i];
+        const float p = lr * moment;
+        mb[i] = moment;
+        ub[i] = ub[i] + p;
+        // comparisons in this order let NaN through
+        const float step = p * load<1>(rb + i), above = step > bound ? bound : step;
+        x[i] = x[i] * decay - (above < -bound ? -bound : above);
+        ab[i] = ab[i] * decay;
       }
     });
   });
@@ -1428,71 +1093,51 @@ EXPORT void onebit_local_step(int threads, int64_t block_size, int64_t blocks, i
 
 // factors: 5 rows of one fp32 per block (b1, o1, b2, o2, keep); g: flat, or null where the spans are given; out: bits without scales
 EXPORT void onebit_sample(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* factors,
-                          const float* g, int64_t spans, const int64_t* span_block, const int64_t* span_numel,
-                          void* const* span_data, const uint8_t* span_dtype, float* m, float* a, uint32_t k0, uint32_t k1,
-                          uint32_t k2, int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
+                          const float* g, const Spans* spans, float* m, float* a, uint32_t k0, uint32_t k1, uint32_t k2,
+                          int64_t first_block, uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
   const Payload out{out_raw, out_stride, out_per_row, false};
   const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     Scratch staged(block_size);
-    SpanCursor cursor(table, block_size, first);
+    SpanCursor cursor(spans, lengths, block_size, first);
     for (int64_t block = first; block < last; ++block) {
       const int64_t at = block * block_size;
       const float* from = g != nullptr ? g + at : whole_block(cursor.at(block), block_size, staged);
       uint32_t* const words = block_of(out, block, lanes).words;
       const auto factor = [&](int row) { return factors[row * blocks + block]; };
-      for_each_tile(lanes, Sample{lanes, factor(0), factor(1), factor(2), factor(3), factor(4), from, m + at, a + at,
-                                  key.of_block(first_block + block), key, words});
+      sample(lanes, factor(0), factor(1), factor(2), factor(3), factor(4), from, m + at, a + at,
+             key.of_block(first_block + block), key, words);
       clear_padding(words, lengths[block], lanes);
     }
   });
 }
 
-// out: `planes` words of each lane for each block
-EXPORT void onebit_vote(int threads, int64_t block_size, int rows, uint8_t* in_raw, int64_t in_stride, int64_t per_row,
-                        const int32_t* lengths, uint32_t k0, uint32_t k1, uint32_t k2, int64_t first_block,
-                        uint32_t* out, float* carry) {
-  const Payload received{in_raw, in_stride, per_row, false};
+// out: the words of each block; share: 1 / rows
+EXPORT void onebit_vote(int threads, int64_t block_size, int64_t blocks, int64_t rows, uint8_t* raw, int64_t stride,
+                        const int32_t* lengths, uint32_t k0, uint32_t k1, uint32_t k2, int64_t first_block, uint32_t* out,
+                        float share, float* carry) {
+  const Payload received{raw, stride, blocks, false};
   const Key key{k0, k1, k2};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, per_row, block_size, [&](int64_t first, int64_t last) {
+  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     std::vector<const uint32_t*> words(rows);
     for (int64_t block = first; block < last; ++block) {
-      for (int row = 0; row < rows; ++row) words[row] = block_of(received, row * per_row + block, lanes).words;
+      for (int64_t row = 0; row < rows; ++row) words[row] = block_of(received, row * blocks + block, lanes).words;
       uint32_t* const to = out + block * lanes;
-      for_each_tile(lanes, Vote{lanes, rows, words.data(), key.of_block(first_block + block), key, to,
-                                carry != nullptr ? carry + block * block_size : nullptr});
+      vote(lanes, static_cast<uint32_t>(rows), share, words.data(), key.of_block(first_block + block), key, to,
+           carry != nullptr ? carry + block * block_size : nullptr);
       clear_padding(to, lengths[block], lanes);
     }
   });
 }
 
-EXPORT void onebit_apply_votes(int threads, int64_t block_size, int64_t blocks, int64_t spans, const int64_t* span_block,
-                               const int64_t* span_numel, void* const* span_data, const uint8_t* span_dtype,
+EXPORT void onebit_apply_votes(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const Spans* spans,
                                const uint32_t* words, const uint32_t* live, const float* decay, const float* lr) {
-  const Spans table{spans, span_block, span_numel, span_data, span_dtype};
   const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    Scratch staged(block_size);
-    SpanCursor cursor(table, block_size, first);
-    for (int64_t block = first; block < last; ++block) {
-      const Run run = cursor.at(block);
-      if (run.data == nullptr) continue;
-      update_run(run, block_size, staged, ApplyVotes{lanes, decay[run.first_block], lr[block],
-                                                     words + block * lanes, live + block * lanes, nullptr});
-    }
-  });
-}
-
-EXPORT void onebit_mark_live(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
-                             uint32_t* words) {
-  const int64_t lanes = block_size / kPlanes;
-  parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
-    for (int64_t block = first; block < last; ++block) {
-      for_each_tile(lanes, MarkLive{lanes, a + block * block_size, words + block * lanes});
-      clear_padding(words + block * lanes, lengths[block], lanes);
-    }
+  for_each_run(threads, block_size, blocks, lengths, spans, block_size, [&](int64_t block, const Run& run, float* staged) {
+    update_run(run, block_size, staged, [&](float* x) INLINED {
+      apply_votes(lanes, decay[run.first_block], lr[block], words + block * lanes, live + block * lanes, x);
+    });
   });
 }

@@ -64,11 +64,6 @@ class Packed:
         return self.rows * self.blocks_per_row
 
     @property
-    def words_per_block(self) -> int:
-        """``block_size / 32``."""
-        return self.block_size // BITS_PER_WORD
-
-    @property
     def scales(self) -> Tensor:
         """View of the scales: fp32, shape ``(rows, blocks_per_row)``."""
         return self.raw[:, : self.blocks_per_row * SCALE_BYTES].view(torch.float32)
@@ -78,7 +73,7 @@ class Packed:
         """View of the bits: int32, shape ``(rows, blocks_per_row, block_size / 32)``."""
         start = self.blocks_per_row * SCALE_BYTES if self.has_scales else 0
         words = self.raw[:, start:].view(torch.int32)
-        return words.unflatten(1, (self.blocks_per_row, self.words_per_block))
+        return words.unflatten(1, (self.blocks_per_row, self.block_size // BITS_PER_WORD))
 
     def narrow(self, start: int, rows: int) -> Packed:
         """The rows ``[start, start + rows)`` as a view."""

@@ -8,7 +8,7 @@ it nowhere alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from lightning_onebit.kernels import counter_rng
 from lightning_onebit.kernels.common import check_rows
+from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.residual import Residual, settled
 
 if TYPE_CHECKING:
-    from lightning_onebit.kernels import BlockMap, BoundSpans
+    from lightning_onebit.kernels import BlockMap, BoundSpans, SpanLike
 
 Spans = Sequence["Tensor | None"]
 
@@ -46,17 +47,11 @@ def block_square_sums(y: Tensor) -> Tensor:
     Returns:
         fp32 ``(blocks,)``.
     """
-    blocks, block_size = y.shape
-    return fold_sums(y * y, block_size // BITS_PER_WORD) if blocks else y.new_zeros((0,))
-
-
-def fold_sums(values: Tensor, lanes: int) -> Tensor:
-    """Sums each row of ``values`` (fp32, ``(blocks, 32 * lanes)``) in the fixed order of ``block_square_sums``."""
-    planes = values.view(values.shape[0], BITS_PER_WORD, lanes)
+    width = y.shape[1] // BITS_PER_WORD
+    planes = (y * y).view(len(y), BITS_PER_WORD, width)
     acc = planes[:, 0].clone()
     for k in range(1, BITS_PER_WORD):
         acc += planes[:, k]
-    width = acc.shape[1]
     while width > 1:
         half = (width + 1) // 2
         acc[:, : width - half] += acc[:, half:width]
@@ -108,6 +103,14 @@ def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed) -> 
     return torch.where(valid, y - _signed(scale, negative), torch.zeros_like(y))
 
 
+def _held(bucket: BlockMap, spans: Spans) -> Iterator[tuple[SpanLike, Tensor, slice]]:
+    """The spans that have a tensor, with it and with their elements of a flat of the bucket."""
+    for span, tensor in zip(bucket.spans, spans, strict=True):
+        if tensor is not None:
+            start = span.block * bucket.block_size
+            yield span, tensor, slice(start, start + span.numel)
+
+
 class ReferenceKernels:
     """Plain torch on any device. Slow on purpose where clarity asks for it; always available."""
 
@@ -128,24 +131,16 @@ class ReferenceKernels:
             out: fp32 ``(bucket.elements,)``; padding is set to 0.
         """
         out.zero_()
-        targets, sources = [], []
-        for span, tensor in zip(bucket.spans, spans, strict=True):
-            if tensor is not None:
-                start = span.block * bucket.block_size
-                targets.append(out[start : start + span.numel])
-                sources.append(tensor.reshape(-1))
-        if targets:
+        runs = [(out[part], tensor.reshape(-1)) for _, tensor, part in _held(bucket, spans)]
+        if runs:
+            targets, sources = zip(*runs, strict=True)
             torch._foreach_copy_(targets, sources)
 
     def scatter(self, bucket: BlockMap, flat: Tensor, spans: Spans) -> None:
         """Copies a flat fp32 bucket back into parameter spans (cast to their dtype); None spans are left alone."""
-        targets, sources = [], []
-        for span, tensor in zip(bucket.spans, spans, strict=True):
-            if tensor is not None:
-                start = span.block * bucket.block_size
-                targets.append(tensor)
-                sources.append(flat[start : start + span.numel])
-        if targets:
+        runs = [(tensor, flat[part]) for _, tensor, part in _held(bucket, spans)]
+        if runs:
+            targets, sources = zip(*runs, strict=True)
             torch._foreach_copy_(targets, sources)
 
     def grad_stats(self, tensors: Sequence[Tensor]) -> Tensor:
@@ -249,14 +244,7 @@ class ReferenceKernels:
         y = torch.where(valid, y, torch.zeros_like(y))
         _as_blocks(e, bs).copy_(_compress_blocks(y, valid, lengths, out))
 
-    def reduce(
-        self,
-        received: Packed,
-        lengths: Tensor,
-        d: Tensor | Residual,
-        out: Packed,
-        inv_n: float,
-    ) -> None:
+    def reduce(self, received: Packed, lengths: Tensor, d: Tensor | Residual, out: Packed, inv_n: float) -> None:
         """Server side: ``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual of z.
 
         Args:
@@ -304,13 +292,10 @@ class ReferenceKernels:
         update = _signed(step, unpack_bits(packed.words).flatten(0, 1))
         if r is not None:
             update = update * _as_blocks(r, bs)
-        for span, x in zip(bucket.spans, spans, strict=True):
-            if x is None:
-                continue
-            blocks = slice(span.block, span.block + span.blocks(bs))
-            delta = update[blocks].flatten()[: span.numel]
+        flat = update.flatten()
+        for span, x, part in _held(bucket, spans):
             # every block of a span belongs to one parameter, hence one group, hence one decay
-            x.copy_(x * decay[span.block] - delta)
+            x.copy_(x * decay[span.block] - flat[part])
 
     # ----- 1-bit LAMB -------------------------------------------------------------------------------------------------
 
@@ -380,25 +365,15 @@ class ReferenceKernels:
         """Second pass: ``x = x - step*u`` with ``u = (alpha*m)*r + wd*x``; alpha, wd, step: fp32 ``(blocks,)``, r: fp32 or bf16."""
         bs = bucket.block_size
         negative = unpack_bits(packed.words).flatten(0, 1)
-        up = _signed(alpha * packed.scales.flatten(), negative) * _as_blocks(r, bs)
-        for span, x in zip(bucket.spans, spans, strict=True):
-            if x is not None:
-                blocks = slice(span.block, span.block + span.blocks(bs))
-                u = up[blocks].flatten()[: span.numel] + wd[span.block] * x
-                x.copy_(x - step[span.block] * u)
+        up = (_signed(alpha * packed.scales.flatten(), negative) * _as_blocks(r, bs)).flatten()
+        for span, x, part in _held(bucket, spans):
+            u = up[part] + wd[span.block] * x
+            x.copy_(x - step[span.block] * u)
 
     # ----- 0/1 Adam ---------------------------------------------------------------------------------------------------
 
     def local_step(
-        self,
-        bucket: BlockMap,
-        spans: Spans,
-        g: Spans,
-        m: Tensor,
-        u: Tensor,
-        r: Tensor,
-        anchor: Tensor,
-        factors: Tensor,
+        self, bucket: BlockMap, spans: Spans, g: Spans, m: Tensor, u: Tensor, r: Tensor, anchor: Tensor, factors: Tensor
     ) -> None:
         """One local step: ``m = b1*m + o1*g ; p = lr*m ; u = u + p ; x = x*decay - clamp(p*r) ; anchor = anchor*decay``.
 
@@ -441,7 +416,7 @@ class ReferenceKernels:
         g: Tensor | Spans,
         m: Tensor,
         a: Tensor,
-        key: counter_rng.DrawKey,
+        key: DrawKey,
         first_block: int,
         out: Packed,
     ) -> None:
@@ -483,7 +458,7 @@ class ReferenceKernels:
         self,
         received: Packed,
         lengths: Tensor,
-        key: counter_rng.DrawKey,
+        key: DrawKey,
         first_block: int,
         out: Tensor,
         carry: Tensor | None = None,
@@ -519,13 +494,7 @@ class ReferenceKernels:
         pack_bits(negative & valid, out)
 
     def apply_votes(
-        self,
-        bucket: BlockMap,
-        spans: Spans,
-        words: Tensor,
-        live: Tensor,
-        decay: Tensor,
-        lr: Tensor,
+        self, bucket: BlockMap, spans: Spans, words: Tensor, live: Tensor, decay: Tensor, lr: Tensor
     ) -> None:
         """``x = x*decay + lr*ubar`` where the coordinate is live, ``x = x*decay`` elsewhere; ``ubar = +-1`` by the bits.
 
@@ -537,14 +506,11 @@ class ReferenceKernels:
             decay: fp32 ``(blocks,)``.
             lr: fp32 ``(blocks,)``.
         """
-        bs = bucket.block_size
         alive = unpack_bits(live)
         ubar = torch.where(unpack_bits(words), -1.0, 1.0).to(torch.float32)
-        delta = torch.where(alive, lr[:, None] * ubar, torch.zeros_like(ubar))
-        for span, x in zip(bucket.spans, spans, strict=True):
-            if x is not None:
-                blocks = slice(span.block, span.block + span.blocks(bs))
-                x.copy_(x * decay[span.block] + delta[blocks].flatten()[: span.numel])
+        delta = torch.where(alive, lr[:, None] * ubar, torch.zeros_like(ubar)).flatten()
+        for span, x, part in _held(bucket, spans):
+            x.copy_(x * decay[span.block] + delta[part])
 
     def mark_live(self, bucket: BlockMap, lo: int, hi: int, a: Tensor, words: Tensor) -> None:
         """Bitmap of coordinates with ``a > 0``: int32 ``(hi - lo, block_size/32)`` from fp32 flat ``a`` of ``[lo, hi)``."""

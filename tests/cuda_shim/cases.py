@@ -205,23 +205,6 @@ def gather_odd(w: World) -> Results:
     return [out]
 
 
-def scatter(w: World, shift: int) -> Results:
-    flat = w.host_flat()
-    for first, half in ((0, 2**-8), (1, 2**-11)):  # ties of rounding to bf16 and to fp16, every other one up
-        ties = flat[first::7]
-        ties.copy_(1.0 + torch.arange(len(ties)) % 64 * half)
-    source, some, every = w.put(flat.clamp(-6e4, 6e4)), w.spans(shift=shift), w.spans(missing=None, shift=shift)
-    for spans in (some, every):
-        w.kernels.scatter(w.bucket, source, spans)
-    return _present(some + every)
-
-
-def scatter_odd(w: World) -> Results:
-    spans = w.odd_spans()
-    w.kernels.scatter(w.bucket, w.flat(), spans)
-    return _present(spans)
-
-
 def apply_adam(w: World, shift: int, times: torch.dtype | None = torch.float32) -> Results:
     spans = w.spans(dtypes=DTYPES[:1], shift=shift)
     r, decay, alpha = w.reciprocals(times or torch.float32), w.per_param(0.9), w.per_param(0.0, 0.1)
@@ -289,12 +272,6 @@ def apply_votes(w: World) -> Results:
     return _present(spans)
 
 
-def mark_live(w: World) -> Results:
-    words = w.put(torch.full((w.blocks, w.size // 32), -1, dtype=torch.int32))
-    w.kernels.mark_live(w.bucket, 0, w.blocks, w.flat(positive=True), words)
-    return [words]
-
-
 #: name -> function of a world; every kernel occurs in every way of calling it
 CASES: dict[str, Callable[[World], Results]] = {
     **{
@@ -336,9 +313,7 @@ CASES: dict[str, Callable[[World], Results]] = {
     **{f"reduce {rows}, bf16 residual": (lambda w, rows=rows: reduce(w, rows, torch.bfloat16)) for rows in (1, 5, 10)},
     "unpack": unpack,
     **{f"gather shifted {s}": (lambda w, s=s: gather(w, s)) for s in (0, 1)},
-    **{f"scatter shifted {s}": (lambda w, s=s: scatter(w, s)) for s in (0, 1)},
     "gather odd": gather_odd,
-    "scatter odd": scatter_odd,
     **{f"apply_adam shifted {s}": (lambda w, s=s: apply_adam(w, s)) for s in (0, 1)},
     **{f"apply_adam shifted {s} without r": (lambda w, s=s: apply_adam(w, s, None)) for s in (0, 1)},
     **{f"apply_adam shifted {s}, bf16 r": (lambda w, s=s: apply_adam(w, s, torch.bfloat16)) for s in (0, 1)},
@@ -355,7 +330,6 @@ CASES: dict[str, Callable[[World], Results]] = {
         for rows in (1, 2, 5, 8, 17, 300)  # more than 8 bits of votes
     },
     "apply_votes": apply_votes,
-    "mark_live": mark_live,
 }
 
 
