@@ -113,7 +113,7 @@ class Case:
             "grad_stats": (4, lambda: kernels.grad_stats([self.g])),
             "compress, preconditioned": (16 + 2 * BITS, compress(self.old, [self.g], self.r)),
             "compress, bf16 denominators": (14 + 2 * BITS, compress(self.old, [self.g], self.r.bfloat16())),
-            "compress, nothing owed": (16 + 2 * BITS, compress(self.old, [self.g], self.r, self.e)),
+            "compress, nothing pending": (16 + 2 * BITS, compress(self.old, [self.g], self.r, self.e)),
             "compress": (12 + 2 * BITS, compress(self.old, [self.g])),
             "compress, bf16 gradient": (10 + 2 * BITS, compress(self.old, [self.g16])),
             "compress, fp32 momentum": (16 + BITS, compress(self.m, [self.g])),
@@ -269,7 +269,7 @@ class Step:
         }
 
     def _residual(self, blocks: int) -> Residual:
-        """As an optimizer has it, what full blocks owe is left to the next step; or every step goes over its blocks once more."""
+        """As an optimizer has it, full blocks' subtraction is left to the next step; or every step goes over them once more."""
         made = self.kernels.residual(blocks, BLOCK, self.residuals, torch.device("cpu"))
         return made if self.deferred else Residual(made.values)
 
@@ -326,7 +326,7 @@ def measure_step(shapes: Sequence[tuple[int, ...]], repeats: int, bucket_mb: flo
     adamw = torch.optim.AdamW(parameters, lr=1e-4, weight_decay=0.01, fused=True)
     step, own = Step(kernels, gradients, bucket_mb), Step(kernels, gradients, bucket_mb)
     short = {
-        "onebit, nothing owed": Step(kernels, gradients, bucket_mb, deferred=False),
+        "onebit, nothing pending": Step(kernels, gradients, bucket_mb, deferred=False),
         "onebit, bf16 denominators": Step(kernels, gradients, bucket_mb, torch.bfloat16),
         "onebit, bf16 denominators, residuals": Step(kernels, gradients, bucket_mb, torch.bfloat16, torch.bfloat16),
     }

@@ -26,7 +26,7 @@ from torch import Tensor
 import lightning_onebit.kernels as registry
 from lightning_onebit.comm import Bucket, plan_buckets
 from lightning_onebit.kernels import KernelsUnavailable, Packed, ReferenceKernels, Residual, cpu, get_backend
-from lightning_onebit.kernels.residual import settled
+from lightning_onebit.kernels.residual import as_tensor
 
 COMPILER = next((path for path in map(shutil.which, ("c++", "g++", "clang++")) if path), None)
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler on this machine")
@@ -65,7 +65,7 @@ def bucket_of(sizes: list[int], block_size: int, world: int = 1) -> Bucket:
 
 
 def hard(rng: np.random.Generator, size: int) -> Tensor:
-    """Values of many magnitudes, with denormals, overflowing squares, equal neighbours and both zeros among them."""
+    """Values of many magnitudes, with denormals, overfldeferred squares, equal neighbours and both zeros among them."""
     x = rng.standard_normal(size) * 10.0 ** rng.integers(-6, 6, size)
     for share, value in ((0.1, 1e-41), (0.02, 1e-23), (0.1, 0.0), (0.1, -0.0)):
         x = np.where(rng.random(size) < share, value, x)
@@ -104,19 +104,19 @@ def run_everything(
         if held is torch.bfloat16 or rng.random() < 0.5:
             return flat.to(held, copy=True)
         made = kernels.residual(flat.numel() // size, size, torch.float32, flat.device)
-        return Residual(flat.clone(), hard(rng, flat.numel() // size).abs(), made.settle)
+        return Residual(flat.clone(), hard(rng, flat.numel() // size).abs(), made.subtract)
 
     e, out = residual(flats[0]), Packed.empty(world, chunk, size)
     m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
     g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
     r = flats[1].abs().to(divided) if g is not None and rng.random() < 0.5 else None
     kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r)
-    written += [raw(settled(e)), raw(out.raw)]
+    written += [raw(as_tensor(e)), raw(out.raw)]
 
     d, reply = residual(flats[3][: chunk * size]), Packed.empty(1, chunk, size)
     workers = random_payload(rng, int(rng.integers(1, 7)), chunk, size)
     kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows)
-    written += [raw(settled(d)), raw(reply.raw)]
+    written += [raw(as_tensor(d)), raw(reply.raw)]
 
     flat = flats[4].clone()
     kernels.unpack(old, bucket.lengths, flat)
@@ -254,7 +254,7 @@ def test_the_other_algorithms_operations_have_the_bits_of_the_reference(
 
 
 @pytest.mark.parametrize("looked_at", [False, True], ids=["left alone", "looked at after every step"])
-def test_what_a_residual_owes_is_what_would_have_been_taken_off_at_once(
+def test_what_is_subtracted_later_is_what_would_have_been_subtracted_at_once(
     kernels: cpu.CpuKernels, looked_at: bool
 ) -> None:
     """A full block's scale is left to the next step; neither bits nor residuals differ, whether anyone looks in between or not."""
@@ -273,17 +273,17 @@ def test_what_a_residual_owes_is_what_would_have_been_taken_off_at_once(
             kernels.reduce(sent, bucket.lengths, d, reply, 1.0)
             bits.append(raw(sent.raw) + raw(reply.raw))
         for residual in deferred:
-            assert isinstance(residual, Residual) and residual.owed is not None
-            assert torch.equal(residual.owed > 0, full)  # a block with padding is settled at once
+            assert isinstance(residual, Residual) and residual.pending is not None
+            assert torch.equal(residual.pending > 0, full)  # nothing is pending of a block with padding
         if looked_at:
-            assert all(raw(a) == raw(settled(b)) for a, b in zip(at_once, deferred, strict=True))
+            assert all(raw(a) == raw(as_tensor(b)) for a, b in zip(at_once, deferred, strict=True))
     assert bits[::2] == bits[1::2] and len(set(bits)) == 5
     for a, b in zip(at_once, deferred, strict=True):
-        assert raw(a) == raw(settled(b)) == raw(settled(b))  # taken off once
+        assert raw(a) == raw(as_tensor(b)) == raw(as_tensor(b))  # subtracted once
     part = deferred[0].part(1, 3, size)
     kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=ones, g=g, e=deferred[0], out=sent)
     before = deferred[0].values.clone()
-    part.settled()
+    part.tensor()
     changed = (before != deferred[0].values).view(-1, size).any(1)
     assert changed.tolist() == [False, True, True, *[False] * (bucket.blocks - 3)]
 
@@ -390,11 +390,11 @@ def test_flush_to_zero_of_the_caller_changes_no_bit_and_stays_on(kernels: cpu.Cp
         ones = torch.ones(bucket.blocks)
         with threads(2):
             kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=ones, g=[inputs], e=e, out=out)
-            owing = kernels.residual(bucket.blocks, 2048, torch.float32, e.device)
-            kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=ones, g=[inputs], e=owing, out=out)
-            settled(owing)
+            deferred = kernels.residual(bucket.blocks, 2048, torch.float32, e.device)
+            kernels.compress(bucket, 0, bucket.blocks, a=None, m=None, b=ones, g=[inputs], e=deferred, out=out)
+            as_tensor(deferred)
         assert e.numpy().view(np.uint32).any(), "denormal residuals were flushed"
-        assert raw(owing.values) == raw(e), "denormal residuals were flushed as they were settled"
+        assert raw(deferred.values) == raw(e), "denormal residuals were flushed as the scales were subtracted"
         assert float(torch.tensor([1e-40]) * 1.0) == 0.0, "the caller's mode was lost"
     finally:
         torch.set_flush_denormal(False)

@@ -1589,7 +1589,7 @@ def finishing_worker(group: Any, rank: int, world: int) -> dict[str, Any]:
     met = [p.detach().clone() for p in params]
     after = (optimizer.steps, optimizer.ledger.steps, optimizer.ledger.total.bytes_sent)
     still = optimizer.mid_local
-    optimizer.synchronise()  # nothing is owed any more
+    optimizer.synchronise()  # nothing is pending any more
     again = optimizer.ledger.total.bytes_sent
     step()
     finite = all(bool(torch.isfinite(p).all()) for p in params)

@@ -475,29 +475,29 @@ def test_residuals_owe_their_scales_from_step_to_step_and_nobody_sees_it() -> No
         exchange = ExchangeOptions(block_size=64, kernels=kernels, _alone=True)
         optimizer = OnebitAdam(params, lr=0.01, freeze_step=1, refresh="never", exchange=exchange)
         draws = torch.Generator().manual_seed(4)
-        seen, owing = [], []
+        seen, pending = [], []
         for t in range(6):
             for i, p in enumerate(params):
                 p.grad = None if idle and t == 3 and i == 0 else torch.randn(p.shape, generator=draws)
             optimizer.step()
             if t:
-                owing.append(_owing_blocks(optimizer))
+                pending.append(_pending_blocks(optimizer))
             if t in (2, 3, 5):
                 seen += [value.clone() for value in optimizer.residual_state_dict()["tensors"].values()]
                 seen.append(torch.tensor(optimizer.residual_ratio()))
-        return [*seen, *params], owing
+        return [*seen, *params], pending
 
     for idle in (False, True):
-        (expected, never), (mine, owing) = run("reference", idle), run("cpu", idle)
+        (expected, never), (mine, pending) = run("reference", idle), run("cpu", idle)
         assert equal(mine, expected)
         assert never == [0] * 5
-        # six full blocks on each side, and one with padding, which is settled at once; what sits a step out after a look owes nothing
-        assert owing == [12, 12, 2 if idle else 12, 12, 12]
+        # six full blocks on each side, and one with padding, which never is; nothing is of what sits a step out after a look
+        assert pending == [12, 12, 2 if idle else 12, 12, 12]
 
 
-def _owing_blocks(optimizer: Any) -> int:
+def _pending_blocks(optimizer: Any) -> int:
     residuals = (optimizer._engine.kept.worker, optimizer._engine.kept.server)
-    return sum(int((residual.owed != 0).sum()) for residual in residuals if residual.owed is not None)
+    return sum(int((residual.pending != 0).sum()) for residual in residuals if residual.pending is not None)
 
 
 # ----- memory formats -----------------------------------------------------------------------------------------------------

@@ -229,12 +229,12 @@ class Run:
                 and residual.values.numel() == plan.elements
                 and index in optimizer._engine.kept.layout.slot_of
             ):
-                mine["residual"] = optimizer._engine.kept.layout.part(residual.settled(), index).clone()
+                mine["residual"] = optimizer._engine.kept.layout.part(residual.tensor(), index).clone()
             found.append(mine)
         return found
 
     def seen(self, looks: bool) -> dict[str, Any]:
-        """``looks``: at the state too, residuals among it, which then owe nothing any more."""
+        """``looks``: at the state too, residuals among it, of which nothing is pending then."""
         optimizer = self.optimizer
         state = self.state_of() if looks else []
         local = [p.detach().clone() for p in self.params]
@@ -246,7 +246,7 @@ class Run:
 
 
 def play(group: Any, script: Script, interrupted: bool) -> dict[str, Any]:
-    """The run on one rank. Nobody looks at the state of one that is ``interrupted``, so that residuals owe from step to step."""
+    """The run on one rank. Nobody looks at the state of one that is ``interrupted``, so that subtractions are pending from step to step."""
     run = Run(script, group)
     seen = []
     for t in range(STEPS):

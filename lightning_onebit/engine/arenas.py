@@ -173,9 +173,11 @@ class Arenas:
     def _longer(self, residual: Residual, blocks: int) -> Residual:
         """A residual with so many blocks of zeros behind its own."""
         values = residual.values
-        unread = None if residual.owed is None else torch.cat([residual.owed, residual.owed.new_zeros(blocks)])
+        pending = (
+            None if residual.pending is None else torch.cat([residual.pending, residual.pending.new_zeros(blocks)])
+        )
         return Residual(
-            torch.cat([values, values.new_zeros(blocks * self.exchange.block_size)]), unread, residual.settle
+            torch.cat([values, values.new_zeros(blocks * self.exchange.block_size)]), pending, residual.subtract
         )
 
     def _keep(self, kept: Kept) -> None:
@@ -323,13 +325,13 @@ class Arenas:
                 (self.worker_residual(bucket), layout.shard(bucket)),
                 (self.server_residual(bucket), layout.chunk(bucket)),
             ):
-                residual.settled().view(last - first, -1)[mine[first:last]] = 0.0
+                residual.tensor().view(last - first, -1)[mine[first:last]] = 0.0
 
     def residual_ratio(self, steps: int) -> float:
         """Norm of the worker residual relative to that of the momentum, of which the last exchange has carried ``steps``; 0 before it."""
         if self.worker is None or not self.worker.values.numel():
             return 0.0
-        values = self.worker.settled()
+        values = self.worker.tensor()
         squares = sum(float(self._energy(bucket).sum()) for bucket in self.layout.buckets) * steps**2
         # hierarchical ranks hold 1/K of the residual
         share = values.numel() / max(1, self.layout.plan.elements)

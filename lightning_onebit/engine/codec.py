@@ -196,7 +196,7 @@ class Protected:
         momentum = self._codec.kept.momentum
         for flat, where in self._codec.guarded(self._bucket):
             mask = self._idle[slice(*where)]
-            for part in (flat.values, flat.owed) if isinstance(flat, Residual) else (flat,):
+            for part in (flat.values, flat.pending) if isinstance(flat, Residual) else (flat,):
                 if part is not None:
                     blocks = part.view(len(mask), -1)
                     self._saved.append((blocks, mask, blocks[mask]))

@@ -365,9 +365,9 @@ def rank_state(optimizer: OnebitOptimizer) -> dict[str, Any]:
     kept, rule = optimizer._engine.kept, optimizer._engine.rule
     tensors = {key: kept.flat[name] for name, key in rule.arenas.items() if rule.per_rank and name in kept.flat}
     if kept.worker is not None:
-        tensors["worker_residual"] = kept.worker.settled()
+        tensors["worker_residual"] = kept.worker.tensor()
     if kept.server is not None:
-        tensors["server_residual"] = kept.server.settled()
+        tensors["server_residual"] = kept.server.tensor()
     return {**_rank_layout(optimizer), **rule.rank_notes(), "tensors": {**tensors, **rule.rank_state()}}
 
 
@@ -419,5 +419,5 @@ def load_rank_state(optimizer: OnebitOptimizer, state: dict[str, Any]) -> None:
                 kept.flat[name].copy_(tensors[key])
         for residual, key in ((kept.worker, "worker_residual"), (kept.server, "server_residual")):
             if residual is not None and key in tensors:
-                residual.settled().copy_(tensors[key])
+                residual.tensor().copy_(tensors[key])
         optimizer._engine.rule.load_rank_state(tensors)

@@ -177,22 +177,22 @@ class CompiledKernels(ReferenceKernels):
         """
         size, generator = 2048, torch.Generator().manual_seed(1)
         data = torch.randn(5, 3 * size, dtype=torch.float32, generator=generator)
-        owed, lengths = data[0, :3].abs(), torch.tensor([size, size - 37, 100], dtype=torch.int32)
+        pending, lengths = data[0, :3].abs(), torch.tensor([size, size - 37, 100], dtype=torch.int32)
         if denormals:
             data[:4, 2 * size :] *= 1e-41
-            owed[2] = 0.0
+            pending[2] = 0.0
         data[:4].view(4, 3, size)[:, torch.arange(size) >= lengths[:, None]] = 0.0
         results = []
         for kernels, on in ((ReferenceKernels(), torch.device("cpu")), (self, device)):
             bucket: Any = SimpleNamespace(block_size=size, blocks=3, lengths=lengths.to(on))
-            settle = kernels.residual(1, size, torch.float32, on).settle
+            subtract = kernels.residual(1, size, torch.float32, on).subtract
             flats = [row.to(on, copy=True) for row in data]
-            e, d = (Residual(flat, owed.to(on, copy=True), settle) for flat in flats[:2])
+            e, d = (Residual(flat, pending.to(on, copy=True), subtract) for flat in flats[:2])
             m, g, r = flats[2], flats[3], flats[4].abs()
             sent, reply = Packed.empty(1, 3, size, device=on), Packed.empty(1, 3, size, device=on)
             kernels.compress(bucket, 0, 3, a=r[:3].clone(), m=m, b=r[:3].clone(), g=g, e=e, out=sent, r=r)
             kernels.reduce(sent, bucket.lengths, d, reply, 1 / 3)
-            results.append([t.cpu().view(torch.uint8) for t in (e.settled(), d.settled(), sent.raw, reply.raw)])
+            results.append([t.cpu().view(torch.uint8) for t in (e.tensor(), d.tensor(), sent.raw, reply.raw)])
         return all(a.equal(b) for a, b in zip(*results, strict=True))
 
     # ----- arguments --------------------------------------------------------------------------------------------------

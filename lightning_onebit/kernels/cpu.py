@@ -248,7 +248,7 @@ _SIZES = (_LONG, _LONG)  # elements of a block, blocks
 _KEY = (ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 _PAYLOAD = (_POINTER, _LONG, _LONG)  # address, bytes from row to row, blocks of a row
 _STATE = (_POINTER, _INT)  # address, dtype
-_RESIDUAL = (*_STATE, _POINTER)  # and what its blocks owe
+_RESIDUAL = (*_STATE, _POINTER)  # and what is pending of its blocks
 _SPANS = (_POINTER, _POINTER)  # lengths of the blocks, table
 
 # The parameters after the first (threads, int) of each function of onebit_cpu.cpp.
@@ -256,7 +256,7 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "gather": (*_SIZES, *_SPANS, _POINTER),
     "grad_stats": (_LONG, *[_POINTER] * 5),
     "compress": (*_SIZES, *[_POINTER] * 3, *_PAYLOAD, *[_POINTER] * 3, *_STATE, *_RESIDUAL, *_PAYLOAD),
-    "settle": (*_SIZES, _POINTER, _POINTER),
+    "subtract": (*_SIZES, _POINTER, _POINTER),
     "reduce": (*_SIZES, _LONG, _POINTER, _LONG, _POINTER, *_RESIDUAL, _POINTER, _LONG, _FLOAT),
     "unpack": (*_SIZES, *_PAYLOAD, _POINTER, _POINTER),
     "apply_adam": (*_SIZES, *_SPANS, *_PAYLOAD, *_STATE, _POINTER, _POINTER),
@@ -325,11 +325,11 @@ class CpuKernels(CompiledKernels):
         return bound
 
     def _residual(self, residual: Tensor | Residual, name: str, blocks: int, block_size: int) -> tuple[Argument, ...]:
-        values, owed = (residual.values, residual.owed) if isinstance(residual, Residual) else (residual, None)
-        if owed is None:
+        values, pending = (residual.values, residual.pending) if isinstance(residual, Residual) else (residual, None)
+        if pending is None:
             return (*self._state(values, name, blocks * block_size), 0)
         address = self._address(values, name, blocks * block_size)
-        return address, DTYPES[torch.float32], self._address(owed, f"{name}.owed", blocks)
+        return address, DTYPES[torch.float32], self._address(pending, f"{name}.pending", blocks)
 
     def prepare(self, bucket: BlockMap, spans: BoundSpans, name: str) -> None:
         """Makes the table of the spans, so that nobody looks at every tensor between two kernels."""
@@ -353,14 +353,14 @@ class CpuKernels(CompiledKernels):
         return result
 
     def residual(self, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device) -> Residual:
-        """Of fp32 it may owe, so that a block is gone over once."""
+        """Of fp32 the subtraction may be pending, so that a block is gone over once."""
         made = super().residual(blocks, block_size, dtype, device)
         if dtype is not torch.float32:
             return made
-        return Residual(made.values, torch.zeros(blocks, dtype=torch.float32, device=device), self._settle)
+        return Residual(made.values, torch.zeros(blocks, dtype=torch.float32, device=device), self._subtract)
 
-    def _settle(self, values: Tensor, owed: Tensor) -> None:
-        blocks = owed.numel()
+    def _subtract(self, values: Tensor, pending: Tensor) -> None:
+        blocks = pending.numel()
         size = values.numel() // blocks
-        where = (self._address(values, "values", blocks * size), self._address(owed, "owed", blocks))
-        self._call("settle", values, size, blocks, where)
+        where = (self._address(values, "values", blocks * size), self._address(pending, "pending", blocks))
+        self._call("subtract", values, size, blocks, where)

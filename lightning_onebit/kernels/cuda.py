@@ -29,7 +29,7 @@ from lightning_onebit.kernels import BlockMap, KernelsUnavailable, Spans, kept
 from lightning_onebit.kernels.compiled import DTYPES, Argument, Bound, CompiledKernels, Layout
 from lightning_onebit.kernels.cpu import cache_directory
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
-from lightning_onebit.kernels.residual import Residual, settled
+from lightning_onebit.kernels.residual import Residual, as_tensor
 from lightning_onebit.kernels.transfer import upload
 
 log = logging.getLogger("lightning_onebit")
@@ -290,12 +290,12 @@ class CudaKernels(CompiledKernels):
         return bound
 
     def _residual(self, residual: Tensor | Residual, name: str, blocks: int, block_size: int) -> tuple[Argument, ...]:
-        return self._state(settled(residual), name, blocks * block_size)[:1]
+        return self._state(as_tensor(residual), name, blocks * block_size)[:1]
 
     def _kernel(
         self, name: str, block_size: int, residual: Tensor | Residual, m: Tensor | Packed | None, r: Tensor | None
     ) -> str:
-        e = settled(residual)
+        e = as_tensor(residual)
         suffix = "_bf16" if e.dtype is torch.bfloat16 else ""
         if name == "reduce":
             return f"reduce{suffix}"

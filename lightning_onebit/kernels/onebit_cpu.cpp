@@ -462,30 +462,30 @@ template <int N> INLINE F<N> residual_of(F<N> y, F<N> scale) {  // y - (+-scale)
   return y - bits_as<F<N>>(static_cast<U<N>>(bits_as<U<N>>(scale) | (bits_as<U<N>>(y) & kSign)));
 }
 
-// An element of an fp32 residual from which the reader takes its block's scale off (residual.py): y itself.
-struct Owing {
+// An element of an fp32 residual from which the reader subtracts its block's scale (residual.py): y itself.
+struct Deferred {
   float y;
 };
 template <class E> constexpr bool kHoldsY = !std::is_same_v<E, Bfloat>;  // whether y fits the residual's memory
 
-// The residual at p; `owed`: what is still to be taken off, of an Owing alone.
-template <int N, class E> INLINE F<N> residual_at(const E* p, F<N> owed) {
-  if constexpr (std::is_same_v<E, Owing>) return residual_of<N>(load<N>(&p->y), owed);
+// The residual at p; `pending`: what is still to be subtracted, of a Deferred alone.
+template <int N, class E> INLINE F<N> residual_at(const E* p, F<N> pending) {
+  if constexpr (std::is_same_v<E, Deferred>) return residual_of<N>(load<N>(&p->y), pending);
   else return load<N>(p);
 }
 
 // Bits, scale and residual of the block that `maker` makes. y goes through the memory of an fp32 residual: read by the maker and
-// overwritten with y. An Owing's is left at that, with the scale in `owed`; others are overwritten, while that is still in the cache,
+// overwritten with y. A Deferred one is left at that, with the scale in `pending`; others are overwritten, while that is still in the cache,
 // with the residual. A 16-bit residual has no room for y, which goes through `staged` then. A block with padding, which is always 0,
-// owes nothing.
+// has nothing pending.
 template <class Maker, class E>
-INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* at, float* owed, float* staged, Block out, float* acc) {
+INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* at, float* pending, float* staged, Block out, float* acc) {
   const int64_t lanes = block_size / kPlanes;
-  using Element = std::conditional_t<std::is_same_v<E, Owing>, float, E>;
+  using Element = std::conditional_t<std::is_same_v<E, Deferred>, float, E>;
   Element* const residual = reinterpret_cast<Element*>(at);
   float* y = staged;
   if constexpr (kHoldsY<E>) y = residual;
-  if constexpr (std::is_same_v<E, Owing>) *owed = 0.0f;
+  if constexpr (std::is_same_v<E, Deferred>) *pending = 0.0f;
   if (length <= 0) {
     *out.scale = 0.0f;
     std::memset(out.words, 0, lanes * 4);
@@ -504,9 +504,9 @@ INLINE void quantize(const Maker& maker, int64_t block_size, int64_t length, E* 
   }
   const float scale = std::sqrt(fold_lanes(acc, lanes) / static_cast<float>(length));
   *out.scale = scale;
-  if constexpr (std::is_same_v<E, Owing>) {
+  if constexpr (std::is_same_v<E, Deferred>) {
     if (length == block_size) {
-      *owed = scale;
+      *pending = scale;
       return;
     }
   }
@@ -539,7 +539,7 @@ struct CompressArgs {
   const Spans* spans;
   const void* r;
   void* e;
-  float* owed;
+  float* pending;
   Payload out;
 };
 
@@ -552,8 +552,8 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
     for (int64_t block = first; block < last; ++block) {
       prefetch_words<true>(x.out, block, lanes);
       E* const e = static_cast<E*>(x.e) + block * size;
-      float* const owed = x.owed + (std::is_same_v<E, Owing> ? block : 0);
-      const float owes = std::is_same_v<E, Owing> ? *owed : 0.0f;
+      float* const pending = x.pending + (std::is_same_v<E, Deferred> ? block : 0);
+      const float before = std::is_same_v<E, Deferred> ? *pending : 0.0f;
       float a = 0.0f, b = 0.0f;
       const uint32_t* words = nullptr;
       const float *m = nullptr, *g = nullptr;
@@ -575,7 +575,7 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
         constexpr int N = n, R = count;
         Signs<N, R> old;
         if (M == Momentum::kPacked) old = Signs<N, R>(words + lane);
-        const F<N> am = splat<N>(a), bg = splat<N>(b), due = splat<N>(owes);
+        const F<N> am = splat<N>(a), bg = splat<N>(b), due = splat<N>(before);
         return [=](int v, int64_t i) mutable INLINED {
           constexpr int kAhead = 384;  // further would push three streams out of the first cache
           F<N> y = splat<N>(0.0f);
@@ -591,7 +591,7 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
           return y + residual_at<N>(e + i, due);
         };
       };
-      quantize(worker, size, x.lengths[block], e, owed, kept, block_of(x.out, block, lanes), acc);
+      quantize(worker, size, x.lengths[block], e, pending, kept, block_of(x.out, block, lanes), acc);
     }
   });
 }
@@ -635,7 +635,7 @@ template <int N, int R> struct TileRows<0, N, R> {
 // z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number
 template <int Rows, class E>
 void reduce(int threads, int64_t size, int64_t blocks, int rows, const Payload& received, const int32_t* lengths, E* all_d,
-            float* all_owed, const Payload& out, float inv_n) {
+            float* all_pending, const Payload& out, float inv_n) {
   const int64_t lanes = size / kPlanes;
   parallel(threads, blocks, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), scale_of(rows), kept(kHoldsY<E> ? 0 : size);
@@ -650,17 +650,17 @@ void reduce(int threads, int64_t size, int64_t blocks, int rows, const Payload& 
         words[row] = in.words;
       }
       E* const d = all_d + block * size;
-      float* const owed = all_owed + (std::is_same_v<E, Owing> ? block : 0);
-      const float owes = std::is_same_v<E, Owing> ? *owed : 0.0f;
+      float* const pending = all_pending + (std::is_same_v<E, Deferred> ? block : 0);
+      const float before = std::is_same_v<E, Deferred> ? *pending : 0.0f;
       const auto server = [=](auto n, auto r, int64_t lane) INLINED {
         constexpr int N = n, R = r;
-        const F<N> share = splat<N>(inv_n), due = splat<N>(owes);
+        const F<N> share = splat<N>(inv_n), due = splat<N>(before);
         return [=, tile = TileRows<Rows, N, R>(scales, words, lane, rows)](int v, int64_t i) mutable INLINED {
           ask<2048, true>(d + i);
           return tile.sum(v) * share + residual_at<N>(d + i, due);
         };
       };
-      quantize(server, size, lengths[block], d, owed, kept, block_of(out, block, lanes), acc);
+      quantize(server, size, lengths[block], d, pending, kept, block_of(out, block, lanes), acc);
     }
   });
 }
@@ -862,9 +862,9 @@ template <class Work> INLINE void by_dtype(const void* p, int dtype, const Work&
 template <class Pointer> using Element = std::remove_const_t<std::remove_pointer_t<Pointer>>;
 
 // Calls work(an element of a residual), which says how it is kept.
-template <class Work> INLINE void by_residual(int dtype, const float* owed, const Work& work) {
+template <class Work> INLINE void by_residual(int dtype, const float* pending, const Work& work) {
   if (dtype == kBfloat16) return work(Bfloat{});
-  owed != nullptr ? work(Owing{}) : work(0.0f);
+  pending != nullptr ? work(Deferred{}) : work(0.0f);
 }
 
 EXPORT int onebit_abi() { return kAbi; }
@@ -921,11 +921,11 @@ template <Momentum M, class E> void compress(int threads, const CompressArgs& x,
 // m: flat (m), packed (m_raw) or neither; g: flat (g), spans or neither, times r where that is given.
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
-                            const float* g, const Spans* spans, const void* r, int r_dtype, void* e, int e_dtype, float* owed,
+                            const float* g, const Spans* spans, const void* r, int r_dtype, void* e, int e_dtype, float* pending,
                             uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
-  const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g, spans, r, e, owed,
+  const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g, spans, r, e, pending,
                        {out_raw, out_stride, out_per_row}};
-  by_residual(e_dtype, owed, [&](auto element) {
+  by_residual(e_dtype, pending, [&](auto element) {
     using E = decltype(element);
     if (m != nullptr) return compress<Momentum::kFlat, E>(threads, x, r_dtype);
     if (m_raw != nullptr) return compress<Momentum::kPacked, E>(threads, x, r_dtype);
@@ -934,12 +934,12 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
 }
 
 EXPORT void onebit_reduce(int threads, int64_t block_size, int64_t blocks, int64_t rows, uint8_t* raw, int64_t stride,
-                          const int32_t* lengths, void* d, int d_dtype, float* owed, uint8_t* out_raw, int64_t out_stride,
+                          const int32_t* lengths, void* d, int d_dtype, float* pending, uint8_t* out_raw, int64_t out_stride,
                           float inv_n) {
-  by_residual(d_dtype, owed, [&](auto element) {
+  by_residual(d_dtype, pending, [&](auto element) {
     const auto of = [&](auto known) {
       reduce<known>(threads, block_size, blocks, static_cast<int>(rows), {raw, stride, blocks}, lengths,
-                    static_cast<decltype(element)*>(d), owed, {out_raw, out_stride, blocks}, inv_n);
+                    static_cast<decltype(element)*>(d), pending, {out_raw, out_stride, blocks}, inv_n);
     };
     switch (rows) {
       case 1: return of(Int<1>{});
@@ -951,16 +951,16 @@ EXPORT void onebit_reduce(int threads, int64_t block_size, int64_t blocks, int64
   });
 }
 
-// values: an Owing residual; its blocks owe nothing afterwards
-EXPORT void onebit_settle(int threads, int64_t block_size, int64_t blocks, float* values, float* owed) {
+// values: a Deferred residual, of which nothing is pending afterwards
+EXPORT void onebit_subtract(int threads, int64_t block_size, int64_t blocks, float* values, float* pending) {
   parallel(threads, blocks, block_size, [&](int64_t first, int64_t last) {
     for (int64_t block = first; block < last; ++block) {
       float* const y = values + block * block_size;
-      const F<kNative> wide = splat<kNative>(owed[block]);
+      const F<kNative> wide = splat<kNative>(pending[block]);
       int64_t i = 0;
       for (; i + kNative <= block_size; i += kNative) store<kNative>(y + i, residual_of<kNative>(load<kNative>(y + i), wide));
-      for (; i < block_size; ++i) y[i] = residual_of<1>(y[i], owed[block]);
-      owed[block] = 0.0f;
+      for (; i < block_size; ++i) y[i] = residual_of<1>(y[i], pending[block]);
+      pending[block] = 0.0f;
     }
   });
 }

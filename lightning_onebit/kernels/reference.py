@@ -18,7 +18,7 @@ from lightning_onebit.kernels import counter_rng
 from lightning_onebit.kernels.common import check_rows
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
-from lightning_onebit.kernels.residual import Residual, settled
+from lightning_onebit.kernels.residual import Residual, as_tensor
 
 if TYPE_CHECKING:
     from lightning_onebit.kernels import BlockMap, BoundSpans, SpanLike
@@ -214,15 +214,15 @@ class ReferenceKernels:
             b: fp32 ``(hi - lo,)`` factor of ``g`` per block (None with ``g=None``).
             g: gradient: fp32 flat of the range, or span tensors of the whole bucket (``lo, hi`` must then be all of
                 it), or None (+0.0).
-            e: flat of the range, worker residual, fp32 or bf16; read and overwritten (rounded to its dtype). A ``Residual`` may owe
-                afterwards.
+            e: flat of the range, worker residual, fp32 or bf16; read and overwritten (rounded to its dtype). Of a ``Residual``
+                the subtraction may be pending afterwards.
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
             r: flat of the range, fp32 or bf16, reciprocal denominators by which the gradient is multiplied; None: by nothing (and
                 None with ``g=None``).
         """
         if r is not None and g is None:
             raise ValueError("r must be None with g=None")
-        e = settled(e)
+        e = as_tensor(e)
         bs = bucket.block_size
         lengths = bucket.lengths[lo:hi]
         y = torch.zeros((hi - lo, bs), dtype=torch.float32, device=e.device)
@@ -258,7 +258,7 @@ class ReferenceKernels:
             ValueError: there is no row.
         """
         check_rows(received)
-        d = settled(d)
+        d = as_tensor(d)
         bs = received.block_size
         z = _values(received.narrow(0, 1))
         for row in range(1, received.rows):
