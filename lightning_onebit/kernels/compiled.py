@@ -101,8 +101,8 @@ class Bound:
         Args:
             spans: the tensors that were bound.
         """
-        with torch.no_grad():
-            for tensor, copy in self.copies:
+        for tensor, copy in self.copies:
+            with torch.no_grad():
                 tensor.copy_(copy)
         if self._written is None:
             self._written = [tensor for tensor in spans if tensor is not None and not tensor.is_inference()]

@@ -678,17 +678,19 @@ INLINE void decode(int64_t lanes, float t, const uint32_t* words, From r, float*
     constexpr int N = n, R = count;
     Signs<N, R> signs(words + lane);
     const F<N> factor = splat<N>(t);
-    for (int64_t i = lane, end = kPlanes * lanes + lane; i < end; i += lanes)
+    for (int64_t i = lane, end = kPlanes * lanes + lane; i < end; i += lanes) {
+      F<N> now[R];  // all loads before the first store
       for (int v = 0; v < R; ++v) {
-        float* const to = x + i + v * N;
-        ask<320, true>(to);
+        ask<320, true>(x + i + v * N);
         F<N> size = factor;
         if constexpr (!std::is_same_v<From, None>) {
           ask<320>(r + i + v * N);
           size = factor * load<N>(r + i + v * N);
         }
-        store<N>(to, rule(load<N>(to), signs.next(size, v)));
+        now[v] = rule(load<N>(x + i + v * N), signs.next(size, v));
       }
+      for (int v = 0; v < R; ++v) store<N>(x + i + v * N, now[v]);
+    }
   });
 }
 
