@@ -12,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -544,9 +545,21 @@ def forgotten() -> Iterator[None]:
     registry._announce_fallback.cache_clear()
 
 
-def write_compiler(path: Path, log: Path, extra: str = "") -> str:
-    """A compiler that writes down its calls and adds options."""
-    path.write_text(f'#!/bin/sh\necho "$*" >> {log}\nexec {COMPILER} "$@" {extra}\n')
+@pytest.fixture
+def other_builds(forgotten: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Libraries of other flags are built once for all runs of the tests: their names carry flags and source. No program looks there."""
+    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", os.path.join(tempfile.gettempdir(), f"onebit-cpu-tests-{os.getuid()}"))
+
+
+def write_compiler(path: Path, log: Path, call: str, times: int) -> str:
+    """A compiler that writes down its calls and copies this machine's library, after so many calls in all with the word ``call``."""
+    script = (
+        f'#!/bin/sh\necho "$* " >> {log}\n[ "$1" = --version ] && exit\n'
+        f"tries=0\nuntil [ $(grep -c -e '{call} ' {log}) -ge {times} ] || [ $tries -ge 600 ]; do\n"
+        "tries=$((tries + 1)); sleep 0.1; done\n"
+        f'while [ "$1" != -o ]; do shift; done\ncp {cpu.build()} "$2"\n'
+    )
+    path.write_text(script)
     path.chmod(0o755)
     return str(path)
 
@@ -559,10 +572,11 @@ print(get_backend("cpu", "cpu").name, flush=True)
 
 
 def test_processes_that_start_together_build_once_and_later_ones_not_at_all(tmp_path: Path) -> None:
+    """The one that builds is not done before the others have found no library."""
     log, cache = tmp_path / "calls", tmp_path / "cache"
     environment = {
         **os.environ,
-        "CXX": write_compiler(tmp_path / "cxx", log, "-O1"),
+        "CXX": write_compiler(tmp_path / "cxx", log, "--version", 3),
         "LIGHTNING_ONEBIT_CACHE": str(cache),
         "OMP_NUM_THREADS": "1",
     }
@@ -591,14 +605,17 @@ def test_processes_that_start_together_build_once_and_later_ones_not_at_all(tmp_
 
 def test_duplicate_builds_without_locks_are_harmless(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Renaming is atomic: what another process loads is whole, and the last builder wins."""
-    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-O0"))
-    target = tmp_path / "kernels.so"
+    folder, log = tmp_path / "cache", tmp_path / "calls"
+    monkeypatch.setenv("CXX", write_compiler(tmp_path / "cxx", log, "-o", 2))
+    folder.mkdir()
+    target = folder / "kernels.so"
     builders = [threading.Thread(target=cpu._compile, args=(cpu.find_compiler(), target)) for _ in range(2)]
     for builder in builders:
         builder.start()
     for builder in builders:
         builder.join(timeout=150)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["kernels.so", "kernels.so.sha256"]
+    assert sum(" -o " in line for line in log.read_text().splitlines()) == 2
+    assert sorted(path.name for path in folder.iterdir()) == ["kernels.so", "kernels.so.sha256"]
     cpu.load(target)
 
 
@@ -630,17 +647,14 @@ def test_a_compiler_that_fails_is_quoted(forgotten: None, tmp_path: Path, monkey
     assert not list((tmp_path / "cache").glob("*.so")) and not list((tmp_path / "cache").glob(".*.so"))
 
 
-def test_a_compiler_with_other_arithmetic_is_refused(
-    forgotten: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiler_with_other_arithmetic_is_refused(other_builds: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fused multiply-adds change the bits; the comparison at load time notices."""
     version = subprocess.run(
         [str(COMPILER), "-march=native", "-dM", "-E", "-x", "c++", "/dev/null"], capture_output=True
     )
     if b"__FMA__" not in version.stdout and b"__ARM_FEATURE_FMA" not in version.stdout:
         pytest.skip("this processor has no fused multiply-add")
-    monkeypatch.setenv("CXX", write_compiler(tmp_path / "cxx", tmp_path / "calls", "-O2 -ffp-contract=fast"))
-    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cpu, "FLAGS", (*cpu.FLAGS, "-O1", "-fexpensive-optimizations", "-ffp-contract=fast"))
     with pytest.raises(KernelsUnavailable, match="does not compute the reference's bits"):
         get_backend("cpu", "cpu")
 
@@ -886,13 +900,12 @@ def test_only_intel_is_told_what_to_fetch(
 @pytest.mark.slow
 @pytest.mark.parametrize("tuning", [("-march=x86-64",), ("-march=x86-64-v3",)], ids=["sse2", "avx2"])
 def test_other_instruction_sets_compute_the_same_bits(
-    tuning: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tuning: tuple[str, ...], other_builds: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Narrower registers, no hardware conversion of halves, and prefetching where there is none else: other code, equal results."""
     monkeypatch.setattr(cpu, "TUNING", (tuning,))
     told = cpu._defines()
     monkeypatch.setattr(cpu, "_defines", lambda: () if told else ("-DONEBIT_PREFETCH",))  # not what this processor gets
-    monkeypatch.setenv("LIGHTNING_ONEBIT_CACHE", str(tmp_path))
     try:
         other = cpu.CpuKernels()
     except KernelsUnavailable as error:

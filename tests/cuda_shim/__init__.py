@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import os
 import re
 import shutil
 import subprocess
-import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cuda_shim.compilers import kept
 from lightning_onebit.kernels.cuda import SOURCE
 
 HERE = Path(__file__).parent
@@ -41,7 +40,7 @@ def compiler() -> str | None:
 
 
 def build(source: str | None = None) -> Path:
-    """Compiles the shim and the kernels; kept in the temporary directory under a name that holds all it depends on.
+    """Compiles the shim and the kernels, once for all tests.
 
     Args:
         source: text to use instead of onebit.cu.
@@ -51,26 +50,20 @@ def build(source: str | None = None) -> Path:
     assert cxx is not None
     names = re.findall(r"^KERNEL\w* (\w+)\(", text, re.MULTILINE)
     parts = [text, *((HERE / name).read_text() for name in ("shim.h", "runner.h")), *FLAGS, cxx]
-    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
-    directory = Path(tempfile.gettempdir()) / f"onebit-cuda-shim-{os.getuid()}"
-    directory.mkdir(mode=0o700, exist_ok=True)
-    assert directory.stat().st_uid == os.getuid()
-    target = directory / f"{digest}.so"
-    if target.exists():
-        return target
-    with tempfile.TemporaryDirectory(dir=directory) as work:
-        folder = Path(work)
+
+    def make(target: Path) -> None:
+        folder = target.parent
         (folder / "kernels.inc").write_text("".join(f"SHIM_KERNEL({name})\n" for name in names))
         (folder / "onebit.cu.h").write_text(text)
         (folder / "shim.cpp").write_text(
             f'#include "{HERE}/shim.h"\n#include "onebit.cu.h"\n#define SHIM_KERNELS <kernels.inc>\n#include "{HERE}/runner.h"\n'
         )
-        command = [cxx, *FLAGS, f"-I{folder}", "-o", str(folder / "out.so"), str(folder / "shim.cpp")]
+        command = [cxx, *FLAGS, f"-I{folder}", "-o", str(target), str(folder / "shim.cpp")]
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[:4000]}")
-        os.replace(folder / "out.so", target)
-    return target
+
+    return kept(make, *parts)
 
 
 class ShimRuntime:

@@ -6,18 +6,43 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 ARCHITECTURES = (70, 75, 80, 86, 89, 90)
 SOURCE = Path(__file__).parents[2] / "lightning_onebit" / "kernels" / "onebit.cu"
+
+
+def kept(make: Callable[[Path], None], *depends_on: object) -> Path:
+    """A file that is made once for all tests, workers and runs, in the temporary directory.
+
+    Args:
+        make: writes the file.
+        depends_on: all that the content depends on.
+    """
+    directory = Path(tempfile.gettempdir()) / f"onebit-cuda-shim-{os.getuid()}"
+    directory.mkdir(mode=0o700, exist_ok=True)
+    assert directory.stat().st_uid == os.getuid()
+    target = directory / hashlib.sha256("\0".join(map(str, depends_on)).encode()).hexdigest()[:20]
+    with open(f"{target}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            with tempfile.TemporaryDirectory(dir=directory) as folder:
+                made = Path(folder, "made")
+                make(made)
+                os.replace(made, target)
+    return target
 
 
 @dataclass(frozen=True)
@@ -49,7 +74,7 @@ class Nvrtc:
     """The run-time compiler, which is what CuPy uses."""
 
     def __init__(self, path: str) -> None:
-        self._library = ctypes.CDLL(path)
+        self._path, self._library = path, ctypes.CDLL(path)
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._call("nvrtcVersion", ctypes.byref(major), ctypes.byref(minor))
         self.version = f"NVRTC {major.value}.{minor.value}"
@@ -65,6 +90,17 @@ class Nvrtc:
 
     def compile(self, architecture: int, options: tuple[str, ...]) -> tuple[list[Usage], bytes]:
         """Register use of all kernels, and the machine code."""
+
+        def make(target: Path) -> None:
+            text, binary = self._compile(architecture, options)
+            target.write_bytes(text.encode() + b"\0" + binary)
+
+        known = kept(make, SOURCE.read_text(), self._path, self.version, architecture, options)
+        text, _, binary = known.read_bytes().partition(b"\0")
+        return parse(text.decode()), binary
+
+    def _compile(self, architecture: int, options: tuple[str, ...]) -> tuple[str, bytes]:
+        """What the assembler says, and the machine code."""
         program = ctypes.c_void_p()
         self._call("nvrtcCreateProgram", ctypes.byref(program), SOURCE.read_bytes(), b"onebit.cu", 0, None, None)
         try:
@@ -81,7 +117,7 @@ class Nvrtc:
             self._call("nvrtcGetCUBINSize", program, ctypes.byref(size))
             binary = ctypes.create_string_buffer(size.value)
             self._call("nvrtcGetCUBIN", program, binary)
-            return parse(text), binary.raw
+            return text, binary.raw
         finally:
             self._library.nvrtcDestroyProgram(ctypes.byref(program))
 
