@@ -14,9 +14,9 @@ from harness import run_ranks
 from lightning_support import TREES, enter, loader, make_module, norm_net, onebit, quiet_trainer, strategy_class
 
 import lightning_onebit as ob
-from lightning_onebit.registry import ALGORITHMS, available_strategies
+from lightning_onebit.strategy.registry import ALGORITHMS, available_strategies
 
-FABRICS = {"lightning.fabric": "_fabric_lightning", "lightning_fabric": "_fabric_standalone"}
+FABRICS = {"lightning.fabric": "strategy.fabric_lightning", "lightning_fabric": "strategy.fabric_standalone"}
 
 
 def fabric_class(package: str = "lightning.fabric") -> Any:
@@ -30,7 +30,7 @@ def fabric_class(package: str = "lightning.fabric") -> Any:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Info lines about keywords."""
     lines: list[str] = []
-    monkeypatch.setattr("lightning_onebit._ddp_keywords.rank_zero_info", lines.append)
+    monkeypatch.setattr("lightning_onebit.strategy.keywords.rank_zero_info", lines.append)
     return lines
 
 
