@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -121,6 +122,46 @@ class DenseAverage:
         self._stop()
 
 
+@contextlib.contextmanager
+def averaged(
+    training: Sequence[OnebitOptimizer],
+    concerned: Sequence[OnebitOptimizer],
+    dense: Sequence[DenseAverage],
+    *,
+    last: bool,
+) -> Iterator[None]:
+    """Within it backward runs; afterwards gradients are averaged where the next step is dense. Collective.
+
+    Args:
+        training: the compressed optimizers with parameters that require a gradient.
+        concerned: those of them whose gradients are synchronised; for the others the backward only accumulates.
+        dense: what averages the gradients of other parameters.
+        last: no other backward of these optimizers comes before their step.
+    """
+    for optimizer in training:
+        optimizer.begin_backward(optimizer in concerned)
+    for average in dense:
+        average.begin()
+    yield
+    if last:
+        # before anything else is sent: a rank that waits for these, in the midst of a backward, would not come to what follows
+        for optimizer in concerned:
+            optimizer.send_gradients()
+    for optimizer in concerned:
+        optimizer.sync_gradients()
+    for average in dense:
+        average.finish()
+
+
+@contextlib.contextmanager
+def consensus(optimizers: Sequence[OnebitOptimizer]) -> Iterator[None]:
+    """Within it parameters show the model that all ranks share."""
+    with contextlib.ExitStack() as shown:
+        for optimizer in optimizers:
+            shown.enter_context(optimizer.consensus())
+        yield
+
+
 def unwrap(optimizer: Any) -> Any:
     """The optimizer inside Lightning's or Fabric's wrapper."""
     return vars(optimizer).get("_optimizer", optimizer)
@@ -180,9 +221,9 @@ class LockstepUnscale:
         if anywhere:
             self._overflowed.add(id(compressed))
 
-    def overflowed(self, optimizer: Any) -> bool:
-        """Whether the step of an optimizer that has just ended was skipped for an overflow; asks once."""
-        key = id(unwrap(optimizer))
-        known = key in self._overflowed
-        self._overflowed.discard(key)
-        return known
+    def count_skipped(self, optimizer: Any) -> None:
+        """Has an optimizer count the step that has just ended, if it was skipped for an overflow."""
+        compressed = unwrap(optimizer)
+        if id(compressed) in self._overflowed:
+            self._overflowed.discard(id(compressed))
+            compressed.skip_step()

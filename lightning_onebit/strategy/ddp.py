@@ -7,7 +7,6 @@ backward as ever, and leaves them alone in compressed ones, where ``optimizer.st
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
@@ -26,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_onebit.comm import ring_bytes
 from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.kernels.common import bit_sums
-from lightning_onebit.strategy.averaging import LockstepUnscale
+from lightning_onebit.strategy.averaging import LockstepUnscale, consensus
 from lightning_onebit.strategy.checks import params_of
 from lightning_onebit.strategy.files import writing
 from lightning_onebit.strategy.ranks import Ranks, connected
@@ -366,8 +365,7 @@ def _lockstep(scaler: Any) -> None:
 
     def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         result = type(scaler).step(scaler, optimizer, *args, **kwargs)
-        if unscale.overflowed(optimizer):
-            optimizer.skip_step()
+        unscale.count_skipped(optimizer)
         return result
 
     scaler.step = step
@@ -523,9 +521,7 @@ def _opened(
 
 def _fingerprint(optimizers: Sequence[OnebitOptimizer]) -> str:
     """What the model that all ranks share is known by, hexadecimal."""
-    with contextlib.ExitStack() as shown:
-        for optimizer in optimizers:
-            shown.enter_context(optimizer.consensus())
+    with consensus(optimizers):
         params = [p for p in params_of(*optimizers) if p.requires_grad]
         return hashlib.sha256(json.dumps(bit_sums(params)).encode()).hexdigest()
 

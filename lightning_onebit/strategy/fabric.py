@@ -12,7 +12,7 @@ import inspect
 import weakref
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,27 +24,24 @@ from lightning_onebit._say import rank_zero_info
 from lightning_onebit.comm import DEFAULT_TIMEOUT
 from lightning_onebit.engine import OnebitOptimizer, Phase
 from lightning_onebit.strategy import checks
+from lightning_onebit.strategy.adapter import Adapter
 from lightning_onebit.strategy.averaging import (
     DenseAverage,
     LockstepUnscale,
+    averaged,
     broadcast_buffers,
     buffers_of,
+    consensus,
     share_state,
     unwrap,
 )
 from lightning_onebit.strategy.checkpoint import Checkpoints
 from lightning_onebit.strategy.checks import params_of
 from lightning_onebit.strategy.convert import no_counterpart
-from lightning_onebit.strategy.files import durable
 from lightning_onebit.strategy.keywords import heed_ddp_keywords
-from lightning_onebit.strategy.ranks import Groups, Ranks, connected, disconnected_at_exit, node_size
-from lightning_onebit.strategy.registry import Algorithm, find_algorithm, register
+from lightning_onebit.strategy.ranks import Groups, connected, disconnected_at_exit
+from lightning_onebit.strategy.registry import Algorithm, find_algorithm
 from lightning_onebit.strategy.shards import STAMP_KEY
-
-if TYPE_CHECKING:
-    _Base: Any  # Fabric's DDPStrategy of either tree
-else:
-    _Base = object
 
 _Kept = TypeVar("_Kept")
 
@@ -94,7 +91,7 @@ class _Served(_Held[torch.optim.Optimizer]):
 
 
 @shown_as("OnebitStrategy")
-class FabricMixin(_Base):
+class FabricMixin(Adapter):
     """Fabric strategy whose optimizers communicate in one bit per element.
 
     Give ``fabric.setup`` an optimizer of this package, made by ``fabric.strategy.optimizer(params, lr=..., freeze_step=...)`` or by its
@@ -191,27 +188,14 @@ class FabricMixin(_Base):
         self._backward_since_set_up = True
         self._names = WeakTensorKeyDictionary()
 
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under the names of all algorithms and start methods."""
-        register(cls, strategy_registry)
-
     @property
     def onebit_optimizers(self) -> list[OnebitOptimizer]:
         """The optimizers that were set up and have not been let go, in this order."""
         return [served.value for served in self._served if isinstance(served.value, OnebitOptimizer)]
 
-    @property
-    def timeout(self) -> timedelta:
-        """Bound of every wait for other ranks that is not within an optimizer's exchange."""
-        return self._timeout or DEFAULT_TIMEOUT
-
     def optimizer(self, params: Any, **kwargs: Any) -> OnebitOptimizer:
         """Makes the optimizer of this strategy's algorithm; ``kwargs`` are arguments of its class."""
         return self._algorithm.optimizer(params, **kwargs)
-
-    def _ranks(self, name: str) -> Ranks:
-        return Ranks(self.timeout, self.root_device, name)
 
     # ----- setting up -------------------------------------------------------------------------------------------------
 
@@ -257,10 +241,9 @@ class FabricMixin(_Base):
         known = next((served for served in self._served if served.value is optimizer), None)
         served = known or _Served(optimizer)
         if connected() and isinstance(optimizer, OnebitOptimizer):
-            size = node_size(self._ranks_per_node, int(self.node_rank), self.root_device, ValueError)
             optimizer.release_communication()
             served.groups.destroy()
-            served.groups.join(optimizer, self._timeout, ranks_per_node=size, parameter_names=self._names)
+            self._join(served.groups, [optimizer], ValueError, parameter_names=self._names)
         if known is None:
             self._served.append(served)
         return optimizer
@@ -367,19 +350,8 @@ class FabricMixin(_Base):
         training = [optimizer for optimizer in self.onebit_optimizers if optimizer.trains]
         concerned = [o for o in training if self._sync and (own is None or any(id(p) in own for p in params_of(o)))]
         averages = [self._average(m) for m in self._models if self._sync and self._dense and m.trains(own)]
-        for optimizer in training:
-            optimizer.begin_backward(optimizer in concerned)
-        for average in averages:
-            average.begin()
-        super().backward(tensor, module, *args, **kwargs)
-        if module is not None:
-            # before the next model's: a rank that waits for these, in the midst of its backward, would not come to those
-            for optimizer in concerned:
-                optimizer.send_gradients()
-        for optimizer in concerned:
-            optimizer.sync_gradients()
-        for average in averages:
-            average.finish()
+        with averaged(training, concerned, averages, last=module is not None):
+            super().backward(tensor, module, *args, **kwargs)
         if self._sync and self._models:
             self._share_buffers(module)
 
@@ -427,8 +399,8 @@ class FabricMixin(_Base):
     def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
         """Fabric's; afterwards the module shows the model that all ranks share (0/1 Adam between synchronisations)."""
         result = super().optimizer_step(optimizer, **kwargs)
-        if self._unscale is not None and self._unscale.overflowed(optimizer):
-            optimizer.skip_step()
+        if self._unscale is not None:
+            self._unscale.count_skipped(optimizer)
         if isinstance(plain := unwrap(optimizer), OnebitOptimizer):
             plain.show_consensus()
         return result
@@ -493,9 +465,7 @@ class FabricMixin(_Base):
                 self.barrier()  # until the file is there: it is rank 0's, shards may be another node's to remove
 
         # once a forward or backward has followed on the last step, 0/1 Adam's models show a rank's own weights
-        with contextlib.ExitStack() as shown:
-            for optimizer in self.onebit_optimizers:
-                shown.enter_context(optimizer.consensus())
+        with consensus(self.onebit_optimizers):
             self._checkpoints.save(self, str(path), saved, publish)
 
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -508,15 +478,6 @@ class FabricMixin(_Base):
             optimizer.show_consensus()
         rest.pop(STAMP_KEY, None)
         return rest
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The checkpoint plugin; Fabric's own ``TorchCheckpointIO`` replaces local files in one move (``DurableSave``)."""
-        return durable(super().checkpoint_io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, checkpoint_io: Any) -> None:
-        super(FabricMixin, type(self)).checkpoint_io.fset(self, checkpoint_io)  # type: ignore[attr-defined]
 
     def _optimizers_in(self, state: Any) -> list[OnebitOptimizer]:
         """The compressed optimizers in what is saved or loaded, by their keys; alike on all ranks."""

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,28 +23,25 @@ from lightning_onebit.comm import DEFAULT_TIMEOUT, Transport
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
 from lightning_onebit.engine.whole import signals_held
 from lightning_onebit.strategy import checks
+from lightning_onebit.strategy.adapter import Adapter
 from lightning_onebit.strategy.averaging import (
     Clipping,
     DenseAverage,
     LockstepUnscale,
+    averaged,
     broadcast_buffers,
     buffers_of,
+    consensus,
     share_state,
     unwrap,
 )
 from lightning_onebit.strategy.checkpoint import Checkpoints
-from lightning_onebit.strategy.files import durable
 from lightning_onebit.strategy.keywords import DDP_KEYWORDS, explain_missing_wrapper, heed_ddp_keywords
 from lightning_onebit.strategy.optimizers import DefaultFreeze, OptimizerMaker
-from lightning_onebit.strategy.ranks import Groups, Ranks, connected, disconnected_at_exit, node_size
-from lightning_onebit.strategy.registry import find_algorithm, option_parameters, register, when_algorithms_change
+from lightning_onebit.strategy.ranks import Groups, connected, disconnected_at_exit
+from lightning_onebit.strategy.registry import find_algorithm, option_parameters, when_algorithms_change
 from lightning_onebit.strategy.shards import own_storage
 from lightning_onebit.strategy.trees import BOUND_MODULES, PACKAGES, tree_of
-
-if TYPE_CHECKING:
-    _Base: Any  # a DDPStrategy of either tree
-else:
-    _Base = object
 
 log = logging.getLogger("lightning_onebit")
 
@@ -63,7 +60,7 @@ class _Run:
 
 
 @shown_as("OnebitStrategy")
-class OnebitMixin(_Base):
+class OnebitMixin(Adapter):
     """Data-parallel training whose optimizers communicate in one bit per element, without wrapping the module.
 
     The strategy owns the process groups (one per compressed optimizer), compares the model of all ranks and broadcasts rank 0's
@@ -181,11 +178,6 @@ class OnebitMixin(_Base):
         """The compressed optimizers in use: empty before fitting, and if all optimizers are trained densely."""
         return [optimizer for optimizer in self.optimizers if isinstance(optimizer, OnebitOptimizer)]
 
-    @property
-    def timeout(self) -> timedelta:
-        """Bound of every wait for other ranks that is not within an optimizer's exchange."""
-        return self._timeout or DEFAULT_TIMEOUT
-
     def optimizer(self, params: Any, **kwargs: Any) -> OnebitOptimizer:
         """Makes the optimizer of this strategy's algorithm, with the strategy's options.
 
@@ -212,11 +204,6 @@ class OnebitMixin(_Base):
             optimizer.synchronise()
         if self._run is not None and self._broadcast_buffers and connected():
             broadcast_buffers(self.lightning_module)
-
-    @classmethod
-    def register_strategies(cls, strategy_registry: Any) -> None:
-        """Registers this class under the names of all algorithms and start methods."""
-        register(cls, strategy_registry)
 
     def __repr__(self) -> str:
         """Says where to import the class for the other Lightning tree: a Trainer of that tree prints this in its error."""
@@ -250,8 +237,7 @@ class OnebitMixin(_Base):
         self._end_run()
         checks.check_module(self.lightning_module, self._misconfiguration)
         if connected():
-            ranks = Ranks(self.timeout, self.root_device, "strategy set-up")
-            ranks.compare(checks.description(self.lightning_module), "model")
+            self._ranks("strategy set-up").compare(checks.description(self.lightning_module), "model")
         super().setup(trainer)
 
     def configure_ddp(self) -> None:
@@ -310,16 +296,12 @@ class OnebitMixin(_Base):
             run.dense.close()  # the program sets its optimizers up anew, within a fit
         # a backward of the module's own may look at gradients, or change them, before it ends
         overlap = self._overlap_dense and not checks.has_own(self.lightning_module, "backward")
-        how: dict[str, Any] = {"overlap_dense": overlap}
-        how["parameter_names"] = {p: name for name, p in self.lightning_module.named_parameters()}
-        if run.optimizers:
-            node = int(self.node_rank)
-            how["ranks_per_node"] = node_size(self._ranks_per_node, node, self.root_device, self._misconfiguration)
-        for optimizer in run.optimizers:
-            run.groups.join(optimizer, self._timeout, **how)
+        names = {p: name for name, p in self.lightning_module.named_parameters()}
+        how = {"parameter_names": names, "overlap_dense": overlap}
+        self._join(run.groups, run.optimizers, self._misconfiguration, **how)
 
         def connect() -> Transport:
-            return Ranks(self.timeout, self.root_device, "dense averaging", run.groups.new(self._timeout)).transport
+            return self._ranks("dense averaging", run.groups.new(self._timeout)).transport
 
         run.dense = DenseAverage(self.lightning_module, lambda: run.optimizers, connect, overlap)
         # Creating a group ends on one rank before the others have connected. A rank that raises next (a callback that refuses an
@@ -350,24 +332,15 @@ class OnebitMixin(_Base):
             )
         # toggled off altogether, as the other network of a GAN: nothing will arrive, on any rank, and step() averages what is left of
         # earlier backwards
-        concerned = [compressed for compressed in self.onebit_optimizers if compressed.trains]
-        dense = run.dense if run is not None and sync else None
-        for compressed in concerned:
-            compressed.begin_backward(sync)
-        if dense is not None:
-            dense.begin()
+        training = [compressed for compressed in self.onebit_optimizers if compressed.trains]
+        averages = [run.dense] if sync and run is not None and run.dense is not None else []
         # what has been sent in backward can only be followed by the step
-        early = any(compressed.exchange.overlap == "backward" for compressed in concerned)
-        with signals_held(self._waiting.append) if early else contextlib.nullcontext():
+        early = any(compressed.exchange.overlap == "backward" for compressed in training)
+        with (
+            averaged(training, training if sync else [], averages, last=module.automatic_optimization),
+            signals_held(self._waiting.append) if early else contextlib.nullcontext(),
+        ):
             plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
-        if sync and module.automatic_optimization:
-            # no other backward comes before the step: a rank that waits for these, in the midst of a backward, comes to what follows
-            for compressed in concerned:
-                compressed.send_gradients()
-        for compressed in concerned if sync else ():
-            compressed.sync_gradients()
-        if dense is not None:
-            dense.finish()
         closure_loss = plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         if not sync and module.automatic_optimization:
@@ -377,8 +350,8 @@ class OnebitMixin(_Base):
     def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Lightning's; afterwards the module shows the model that all ranks share (0/1 Adam between synchronisations)."""
         result = super().optimizer_step(optimizer, *args, **kwargs)
-        if self._unscale is not None and self._unscale.overflowed(optimizer):
-            unwrap(optimizer).skip_step()
+        if self._unscale is not None:
+            self._unscale.count_skipped(optimizer)
         if self.lightning_module.automatic_optimization:
             self._show_consensus()
         return result
@@ -480,9 +453,7 @@ class OnebitMixin(_Base):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights as all ranks share them; a view into a larger buffer is copied, so that the file does not carry the buffer."""
-        with contextlib.ExitStack() as shown:  # an interrupted training step leaves a rank's own weights
-            for optimizer in self.onebit_optimizers:
-                shown.enter_context(optimizer.consensus())
+        with consensus(self.onebit_optimizers):  # an interrupted training step leaves a rank's own weights
             state = super().lightning_module_state_dict()
         return {name: own_storage(value) if isinstance(value, Tensor) else value for name, value in state.items()}
 
@@ -507,15 +478,6 @@ class OnebitMixin(_Base):
         """Lightning's, and what lies beside the file."""
         super().remove_checkpoint(filepath)
         self._checkpoints.remove(self, str(filepath), self.onebit_optimizers)
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The checkpoint plugin; Lightning's own ``TorchCheckpointIO`` replaces local files in one move (``DurableSave``)."""
-        return durable(super().checkpoint_io)
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, checkpoint_io: Any) -> None:
-        super(OnebitMixin, type(self)).checkpoint_io.fset(self, checkpoint_io)  # type: ignore[attr-defined]
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Lightning's; remembers where the file lies, for what lies beside it."""
