@@ -67,6 +67,11 @@ def files(floor: str) -> list[Path]:
     return found
 
 
+def test_every_file_has_a_floor() -> None:
+    floors = {*BELOW, *ABOVE, *GROUND, *SAYS, *PUBLIC, *TREES, "__init__", "__main__"}
+    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")} == floors
+
+
 @pytest.mark.parametrize("floor", sorted(BELOW))
 def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
     for path in files(floor):
