@@ -503,7 +503,7 @@ def layout_rank(rank: int, world: int, nodes: list[int]) -> str:
     """What the strategy makes of the nodes that ranks are on."""
     pl = enter(rank)
 
-    adapter = importlib.import_module("lightning_onebit.strategy.trainer")
+    adapter = importlib.import_module("lightning_onebit.strategy.adapter")
     node_size = adapter.node_size
     adapter.node_size = lambda asked, node, *others: node_size(asked, nodes[rank], *others)  # type: ignore[attr-defined]
     strategy = strategy_class()("onebit_adam", freeze_step=2)
