@@ -16,6 +16,8 @@ from torch import Tensor
 
 from lightning_onebit import ddp
 from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.strategy.checks import params_of
+from lightning_onebit.strategy.ddp import innermost
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -40,7 +42,7 @@ def onebit_accelerate(accelerator: Accelerator, *models: torch.nn.Module) -> Non
         >>> model, optimizer, loader = accelerator.prepare(model, OnebitAdam(model.parameters(), freeze_step=1000), loader)
         >>> onebit_accelerate(accelerator, model)
     """
-    optimizers = [o for o in map(_inside, accelerator._optimizers) if isinstance(o, OnebitOptimizer)]
+    optimizers = [o for o in map(innermost, accelerator._optimizers) if isinstance(o, OnebitOptimizer)]
     if not optimizers:
         raise ValueError(
             "onebit_accelerate(): no optimizer of lightning_onebit was prepared; call it after accelerator.prepare(model, optimizer, ...)"
@@ -48,7 +50,7 @@ def onebit_accelerate(accelerator: Accelerator, *models: torch.nn.Module) -> Non
     left = list(optimizers)
     for model in models:
         own = {id(p) for p in model.parameters()}
-        mine = [o for o in left if any(id(p) in own for group in o.param_groups for p in group["params"])]
+        mine = [o for o in left if any(id(p) in own for p in params_of(o))]
         left = [o for o in left if o not in mine]
         if mine:
             ddp.onebit_ddp(model, *mine, scaler=accelerator.scaler)
@@ -85,8 +87,6 @@ def onebit_trainer(trainer: Trainer) -> Trainer:
         >>> trainer = onebit_trainer(Trainer(model, args, train_dataset=data, optimizer_cls_and_kwargs=adam))
         >>> trainer.train()
     """
-    from transformers import TrainerCallback
-
     resumed_from: list[str] = []
     load = trainer._load_optimizer_and_scheduler
 
@@ -95,9 +95,19 @@ def onebit_trainer(trainer: Trainer) -> Trainer:
         resumed_from[:] = [checkpoint] if checkpoint else []
         return load(checkpoint, *args, **kwargs)
 
-    class OnebitCallback(TrainerCallback):
-        """Connects the optimizer when training begins, and keeps residuals in checkpoints."""
+    trainer._load_optimizer_and_scheduler = remember  # type: ignore[method-assign]
+    training, statistics = _callbacks(trainer, resumed_from)
+    trainer.callback_handler.callbacks.insert(0, statistics)
+    trainer.add_callback(training)
+    return trainer
 
+
+def _callbacks(trainer: Trainer, resumed_from: list[str]) -> tuple[Any, Any]:
+    """What connects the optimizer when training begins and keeps residuals in checkpoints; what adds to the logs."""
+    from transformers import TrainerCallback
+    from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+    class OnebitCallback(TrainerCallback):
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             optimizer = _trained_by(trainer)
             if args.max_grad_norm > 0 and optimizer.options.max_grad_norm is not None:
@@ -116,8 +126,6 @@ def onebit_trainer(trainer: Trainer) -> Trainer:
 
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if not args.save_only_model:
-                from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
-
                 folder = os.path.join(trainer._get_output_dir(None), f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
                 ddp.save_residuals(folder, _trained_by(trainer))
 
@@ -126,34 +134,22 @@ def onebit_trainer(trainer: Trainer) -> Trainer:
                 _trained_by(trainer).synchronise()
 
     class OnebitStatistics(TrainerCallback):
-        """Adds what was sent to what the Trainer logs, for the callbacks behind it (TensorBoard, wandb)."""
-
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
             ledger = _trained_by(trainer).ledger
             if logs is not None and "loss" in logs and ledger.last is not None:
                 logs["onebit/bytes_sent"], logs["onebit/dense_step"] = ledger.last.bytes_sent, int(ledger.last.dense)
                 logs["onebit/total_ratio"] = ledger.total.ratio
 
-    trainer._load_optimizer_and_scheduler = remember  # type: ignore[method-assign]
-    trainer.callback_handler.callbacks.insert(0, OnebitStatistics())
-    trainer.add_callback(OnebitCallback())
-    return trainer
+    return OnebitCallback(), OnebitStatistics()
 
 
 def _trained_by(trainer: Any) -> OnebitOptimizer:
-    optimizer = _inside(trainer.optimizer)
+    optimizer = innermost(trainer.optimizer)
     if not isinstance(optimizer, OnebitOptimizer):
         raise TypeError(
             f"onebit_trainer(): the trainer's optimizer is {type(optimizer).__name__}; make the trainer with "
             "optimizer_cls_and_kwargs=(OnebitAdam, {...}) or optimizers=(optimizer, None)"
         )
-    return optimizer
-
-
-def _inside(optimizer: Any) -> Any:
-    """The optimizer in Accelerate's wrapper."""
-    while not isinstance(optimizer, OnebitOptimizer) and hasattr(optimizer, "optimizer"):
-        optimizer = optimizer.optimizer
     return optimizer
 
 

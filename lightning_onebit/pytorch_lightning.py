@@ -10,7 +10,7 @@ from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.callbacks.probe import LinkProbeMixin
 from lightning_onebit.callbacks.stats import CompressionStatsMixin
-from lightning_onebit.strategy import OnebitMixin
+from lightning_onebit.strategy.trainer import OnebitMixin
 
 __all__ = [
     "CompressionStats",

@@ -24,9 +24,9 @@ from lightning_onebit.callbacks.freeze import LearningRateWatch, VarianceFreezeM
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.callbacks.probe import LinkProbeMixin
 from lightning_onebit.callbacks.stats import CompressionStatsMixin
-from lightning_onebit.checkpoint import ShardError, Stamp, agree, read_shard, shard_path, write_shard
-from lightning_onebit.comm import ByteLedger, Topology, Transport
 from lightning_onebit.engine import ExchangeOptions, Phase
+from lightning_onebit.strategy.ranks import Ranks
+from lightning_onebit.strategy.shards import ShardError, Stamp, read_shard, shard_path, write_shard
 from lightning_onebit.tools import bench
 from lightning_onebit.tools.cluster import Cluster, Job
 from lightning_onebit.tools.plan import predict
@@ -192,8 +192,8 @@ def test_the_shard_of_another_rank_is_refused(tmp_path: Path) -> None:
 
 
 def _long(group: Any, rank: int, world: int) -> str | None:
-    transport = Transport(Topology.create(group), ByteLedger())
-    return agree(transport, "x" * 5000 if rank else "", torch.device("cpu"), "saving")
+    ranks = Ranks(timedelta(seconds=60), torch.device("cpu"), "saving", group)
+    return ranks.agree("x" * 5000 if rank else "")
 
 
 def test_a_long_message_of_a_failed_save_is_cut() -> None:

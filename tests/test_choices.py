@@ -13,10 +13,10 @@ import torch
 
 from lightning_onebit import _choices
 from lightning_onebit._choices import AlgorithmName, choices
-from lightning_onebit._trees import installed_trees
 from lightning_onebit.algorithms import LocalSteps
 from lightning_onebit.engine import ExchangeOptions
-from lightning_onebit.registry import ALGORITHMS
+from lightning_onebit.strategy.registry import ALGORITHMS
+from lightning_onebit.strategy.trees import installed_trees
 
 OPTIMIZERS = [algorithm.optimizer for algorithm in ALGORITHMS.values()]
 GROUPS = [ExchangeOptions, LocalSteps]
@@ -28,7 +28,7 @@ def owners() -> list[type]:
     for tree in installed_trees()[:1]:
         module = importlib.import_module(f"lightning_onebit.{tree}")
         found += [value for value in vars(module).values() if inspect.isclass(value) and hasattr(value, "__init__")]
-    found += [importlib.import_module("lightning_onebit.fabric").FabricMixin]
+    found += [importlib.import_module("lightning_onebit.strategy.fabric").FabricMixin]
     return [one for one in found if one.__module__.startswith("lightning_onebit")]
 
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from lightning_onebit import ExchangeOptions, OnebitAdam
-from lightning_onebit.engine.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
+from lightning_onebit.strategy.convert import convert, obstacle, repoint_schedulers, stand_down, stand_in
 
 
 def parameters(count: int = 2) -> list[torch.nn.Parameter]:
@@ -48,7 +48,7 @@ def test_groups_hyperparameters_and_keys_of_the_users_are_taken_over() -> None:
         lr=0.2,
         weight_decay=0.03,
     )
-    made = convert_adam(plain, OnebitAdam, {"freeze_step": 7, "exchange": ExchangeOptions(block_size=64)})
+    made = convert(plain, OnebitAdam, {"freeze_step": 7, "exchange": ExchangeOptions(block_size=64)})
     first, second = made.param_groups
     assert first["params"] == [a] and second["params"] == [b]
     assert (first["lr"], first["name"], first["compress"], first["weight_decay"]) == (0.1, "head", False, 0.03)
@@ -67,7 +67,7 @@ def test_the_converted_optimizer_steps_as_the_plain_one_from_where_it_was(make: 
     for seed in range(3):  # it has moments already
         step(plain, seed)
         step(reference, seed)
-    made = convert_adam(plain, OnebitAdam, {})
+    made = convert(plain, OnebitAdam, {})
     assert made.steps == 3
     for seed in range(3, 6):
         step(made, seed)
@@ -96,7 +96,7 @@ def test_what_has_no_compressed_counterpart_is_refused_by_name(make: Callable[[A
     reason = obstacle(plain)
     assert reason is not None
     with pytest.raises(ValueError, match="cannot convert") as caught:
-        convert_adam(plain, OnebitAdam, {})
+        convert(plain, OnebitAdam, {})
     for word in words:
         assert word in reason and word in str(caught.value)
 
@@ -114,7 +114,7 @@ def test_what_can_be_converted_has_no_obstacle() -> None:
 )
 def test_adam_with_decoupled_decay_is_adamw() -> None:
     plain = torch.optim.Adam(parameters(), weight_decay=0.1, decoupled_weight_decay=True)
-    assert convert_adam(plain, OnebitAdam, {}).param_groups[0]["weight_decay"] == 0.1
+    assert convert(plain, OnebitAdam, {}).param_groups[0]["weight_decay"] == 0.1
 
 
 SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], LRScheduler]] = {
@@ -136,7 +136,7 @@ def test_schedulers_follow_without_a_warning_and_give_the_same_learning_rates(na
     plain = torch.optim.AdamW([{"params": p, "lr": lr} for p, lr in zip(parameters(), (0.1, 0.01), strict=True)])
     reference = torch.optim.AdamW([{"params": p, "lr": lr} for p, lr in zip(parameters(), (0.1, 0.01), strict=True)])
     scheduler, expected = SCHEDULERS[name](plain), SCHEDULERS[name](reference)
-    made = convert_adam(plain, OnebitAdam, {})
+    made = convert(plain, OnebitAdam, {})
     repoint_schedulers([scheduler], plain, made)
     assert scheduler.optimizer is made
     before = [group["lr"] for group in plain.param_groups]
@@ -162,7 +162,7 @@ def test_schedulers_follow_without_a_warning_and_give_the_same_learning_rates(na
 def test_torch_still_warns_of_a_scheduler_that_steps_before_its_optimizer() -> None:
     plain = torch.optim.AdamW(parameters())
     scheduler = ExponentialLR(plain, 0.9)
-    made = convert_adam(plain, OnebitAdam, {})
+    made = convert(plain, OnebitAdam, {})
     repoint_schedulers([scheduler], plain, made)
     with pytest.warns(UserWarning, match="before `optimizer.step"):
         scheduler.step()
@@ -171,7 +171,7 @@ def test_torch_still_warns_of_a_scheduler_that_steps_before_its_optimizer() -> N
 def test_a_scheduler_of_another_optimizer_is_left_alone() -> None:
     plain, other = torch.optim.AdamW(parameters()), torch.optim.SGD(parameters(), lr=0.1)
     scheduler = ExponentialLR(other, 0.9)
-    repoint_schedulers([scheduler], plain, convert_adam(plain, OnebitAdam, {}))
+    repoint_schedulers([scheduler], plain, convert(plain, OnebitAdam, {}))
     assert scheduler.optimizer is other
 
 
@@ -179,14 +179,14 @@ def test_a_scheduler_that_was_not_handed_over_is_an_error_rather_than_a_frozen_l
     plain = torch.optim.AdamW(parameters())
     ExponentialLR(plain, 0.9)
     with pytest.raises(ValueError, match="not returned with it"):
-        repoint_schedulers([], plain, convert_adam(plain, OnebitAdam, {}))
+        repoint_schedulers([], plain, convert(plain, OnebitAdam, {}))
 
 
 def test_step_hooks_follow_and_their_handles_still_remove_them() -> None:
     plain = torch.optim.AdamW(parameters())
     calls: list[Any] = []
     handle = plain.register_step_post_hook(lambda optimizer, *_: calls.append(optimizer))
-    made = convert_adam(plain, OnebitAdam, {})
+    made = convert(plain, OnebitAdam, {})
     step(made, 0)
     assert calls == [made]
     handle.remove()
@@ -196,7 +196,7 @@ def test_step_hooks_follow_and_their_handles_still_remove_them() -> None:
 
 def test_what_is_set_and_added_between_two_fits_reaches_what_trains() -> None:
     plain = torch.optim.AdamW(parameters(), lr=0.1, betas=(0.8, 0.99))
-    made = convert_adam(plain, OnebitAdam, {})
+    made = convert(plain, OnebitAdam, {})
     stand_in(plain, made)
     plain.param_groups[0]["lr"] = 0.2
     assert made.param_groups[0]["lr"] == 0.2

@@ -14,9 +14,9 @@ from harness import run_ranks
 from lightning_support import TREES, enter, loader, make_module, norm_net, onebit, quiet_trainer, strategy_class
 
 import lightning_onebit as ob
-from lightning_onebit.registry import ALGORITHMS, available_strategies
+from lightning_onebit.strategy.registry import ALGORITHMS, available_strategies
 
-FABRICS = {"lightning.fabric": "_fabric_lightning", "lightning_fabric": "_fabric_standalone"}
+FABRICS = {"lightning.fabric": "strategy.fabric_lightning", "lightning_fabric": "strategy.fabric_standalone"}
 
 
 def fabric_class(package: str = "lightning.fabric") -> Any:
@@ -30,7 +30,7 @@ def fabric_class(package: str = "lightning.fabric") -> Any:
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Info lines about keywords."""
     lines: list[str] = []
-    monkeypatch.setattr("lightning_onebit._ddp_keywords.rank_zero_info", lines.append)
+    monkeypatch.setattr("lightning_onebit.strategy.keywords.rank_zero_info", lines.append)
     return lines
 
 
@@ -207,7 +207,7 @@ def test_who_looks_for_the_wrapper_of_ddp_is_told_what_replaces_it(attribute: st
 def test_users_of_sgd_are_told_that_there_is_none_and_how_to_train_it_uncompressed() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
     with pytest.raises(Exception, match=r'there is no 1-bit SGD yet.*other_optimizers="dense"'):
-        strategy_class()()._adopt(optimizer)
+        strategy_class()()._maker.adopt(optimizer, [])
     with pytest.raises(TypeError, match=r'there is no 1-bit SGD yet.*other_optimizers="dense"'):
         fabric_class()().setup_optimizer(optimizer)
 

@@ -229,7 +229,7 @@ class Informed:
         self.lines: list[str] = []
 
     def __enter__(self) -> Informed:
-        import lightning_onebit.strategy as module
+        import lightning_onebit.strategy.checkpoint as module
 
         self._module, self._original = module, module.rank_zero_info
 

@@ -29,10 +29,10 @@ from test_resume import (
 from test_resume import listing as files
 
 from lightning_onebit.callbacks.consistency import ReplicaMismatch
-from lightning_onebit.checkpoint import Stamp, read_shard
 from lightning_onebit.engine import ExchangeOptions, engine
 from lightning_onebit.engine.codec import OneBit
 from lightning_onebit.kernels import Packed
+from lightning_onebit.strategy.shards import Stamp, read_shard
 
 ALGORITHM = "onebit_adam"  # four dense steps, then compressed ones
 
@@ -70,7 +70,7 @@ KILLS = {
 
 
 def arm(moment: str) -> None:
-    import lightning_onebit.strategy as strategy
+    import lightning_onebit.strategy.checkpoint as saving
 
     if moment == "warm-up":
         at("dense all-reduce", 3, die)
@@ -85,7 +85,7 @@ def arm(moment: str) -> None:
     elif moment == "writing the checkpoint":
         at_call(os, "replace", 13, die)  # after seven checkpoints and five shards
     else:
-        at_call(strategy, "remove_shards", 8, die)
+        at_call(saving, "remove_shards", 8, die)
 
 
 def killed_rank(rank: int, world: int, moment: str, folder: str) -> str:

@@ -17,9 +17,12 @@ BELOW: dict[str, set[str]] = {
     "comm": {"kernels"},
     "engine": {"comm", "kernels"},
     "algorithms": {"engine", "comm", "kernels"},
+    "strategy": {"algorithms", "engine", "comm", "kernels"},
 }
 # types of options, names in errors, text: they import nothing of this package, and every floor may import them
 GROUND = {"_choices", "_names", "_text"}
+# what training says, in lines that fit a terminal
+SAYS = {"_say"}
 # what a floor may import from elsewhere, besides the standard library
 OUTSIDE = {
     "kernels": {"torch", "numpy", "cupy", "numba"},
@@ -27,8 +30,12 @@ OUTSIDE = {
     "engine": {"torch", "numpy"},
     "algorithms": {"torch", "numpy"},
 }
-# modules that adapt the optimizers to Lightning: they see the floors below, and nothing that people look at above them
-STRATEGY = {"strategy", "fabric", "registry", "_trees", "lightning", "pytorch_lightning", "checkpoint", "ddp"}
+# public names of the strategy: they see the floors below, and nothing that people look at above them
+PUBLIC = {"fabric", "ddp", "huggingface"}
+# these bind the strategy to a Lightning tree together with the callbacks, which stand on it
+TREES = {"lightning", "pytorch_lightning"}
+# these bind it to a Fabric; its other modules work with whichever Lightning there is
+BINDINGS = {"fabric_lightning", "fabric_standalone"}
 ABOVE = {"callbacks", "metrics", "tools"}
 LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric", "torchmetrics"}
 
@@ -60,13 +67,19 @@ def files(floor: str) -> list[Path]:
     return found
 
 
+def test_every_file_has_a_floor() -> None:
+    floors = {*BELOW, *ABOVE, *GROUND, *SAYS, *PUBLIC, *TREES, "__init__", "__main__"}
+    assert {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in PACKAGE.rglob("*.py")} == floors
+
+
 @pytest.mark.parametrize("floor", sorted(BELOW))
 def test_a_floor_imports_only_floors_below_it(floor: str) -> None:
     for path in files(floor):
         for name in imports(path):
             other = floor_of(name)
             if other is not None:
-                assert other in BELOW[floor] | {floor} | GROUND, (
+                says = SAYS if floor == "strategy" else set()
+                assert other in BELOW[floor] | {floor} | GROUND | says, (
                     f"{path.name} imports {name}: floor {floor} may not know {other!r}"
                 )
 
@@ -85,11 +98,25 @@ def test_a_floor_below_the_strategy_imports_no_lightning(floor: str) -> None:
             assert root in known, f"{path.name} imports {name}, which floor {floor} may not need"
 
 
-def test_the_strategy_imports_nothing_that_stands_on_it() -> None:
-    for path in PACKAGE.glob("*.py"):
-        if path.stem in STRATEGY - {"lightning", "pytorch_lightning"}:
+def test_public_names_of_the_strategy_import_nothing_that_stands_on_it() -> None:
+    for module in PUBLIC:
+        for name in imports(PACKAGE / f"{module}.py"):
+            assert floor_of(name) not in ABOVE, f"{module}.py imports {name}, which stands above the strategy"
+
+
+def test_the_strategy_imports_no_lightning_but_where_it_is_bound_to_one() -> None:
+    for path in files("strategy"):
+        if path.stem not in BINDINGS:
             for name in imports(path):
-                assert floor_of(name) not in ABOVE, f"{path.name} imports {name}, which stands above the strategy"
+                assert name.split(".")[0] not in LIGHTNING, f"{path.name} imports {name}"
+
+
+def test_modules_of_the_strategy_take_nothing_private_from_each_other() -> None:
+    for path in [*files("strategy"), *(PACKAGE / f"{module}.py" for module in PUBLIC)]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and str(node.module).startswith("lightning_onebit.strategy"):
+                private = [alias.name for alias in node.names if alias.name.startswith("_")]
+                assert not private, f"{path.name} imports {private} from {node.module}"
 
 
 def test_tools_import_nothing_that_stands_beside_them() -> None:

@@ -20,8 +20,8 @@ from test_resume import OPTIONS, configure, training_step
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_onebit import ExchangeOptions
-from lightning_onebit.checkpoint import Stamp, read_shard
 from lightning_onebit.comm.transport import Pending
+from lightning_onebit.strategy.shards import Stamp, read_shard
 
 STEPS = 9
 SIGNALS = ["SIGINT", "SIGTERM", "SIGKILL"]

@@ -144,7 +144,7 @@ def test_a_layer_that_is_unfrozen_while_training_is_averaged_from_then_on() -> N
 def overlap(rank: int, world: int) -> dict[str, Any]:
     """How many all-reduces were under way when the first layer's gradient, the last of a backward, landed."""
     pl = enter(rank)
-    importlib.import_module("lightning_onebit.strategy")._BUCKET_BYTES = 300  # type: ignore[attr-defined]
+    importlib.import_module("lightning_onebit.strategy.averaging").BUCKET_BYTES = 300  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
     for name, configure, options in (
         ("dense", sgd, {"other_optimizers": "dense"}),

@@ -12,7 +12,7 @@ from harness import run_ranks
 from lightning_support import enter
 
 import lightning_onebit as ob
-from lightning_onebit.registry import find_algorithm
+from lightning_onebit.strategy.registry import find_algorithm
 
 #: as in DeepSpeed's own tutorials, with what users add
 BERT = {

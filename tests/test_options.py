@@ -12,7 +12,7 @@ import torch
 import lightning_onebit as ob
 from lightning_onebit.algorithms import AdamOptions, BinSGDMOptions, LambOptions, ZeroOneAdamOptions
 from lightning_onebit.engine import Options
-from lightning_onebit.registry import ALGORITHMS
+from lightning_onebit.strategy.registry import ALGORITHMS
 
 OPTIMIZERS = [algorithm.optimizer for algorithm in ALGORITHMS.values()]
 

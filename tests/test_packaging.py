@@ -25,10 +25,10 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 import lightning_onebit as ob
-from lightning_onebit._ddp_keywords import DDP_KEYWORDS
 from lightning_onebit.engine.options import as_parameters
-from lightning_onebit.registry import ALGORITHMS
-from lightning_onebit.strategy import OnebitMixin
+from lightning_onebit.strategy.keywords import DDP_KEYWORDS
+from lightning_onebit.strategy.registry import ALGORITHMS
+from lightning_onebit.strategy.trainer import OnebitMixin
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -34,7 +34,7 @@ from lightning_onebit.comm import (
 )
 from lightning_onebit.engine import ExchangeOptions
 from lightning_onebit.engine.rule import Rounds
-from lightning_onebit.registry import ALGORITHMS, Algorithm
+from lightning_onebit.strategy.registry import ALGORITHMS, Algorithm
 from lightning_onebit.tools import bench
 from lightning_onebit.tools import plan as planner
 from lightning_onebit.tools.plan import (

@@ -24,7 +24,7 @@ from lightning_support import (
 )
 
 import lightning_onebit as ob
-from lightning_onebit.checkpoint import (
+from lightning_onebit.strategy.shards import (
     ShardError,
     Stamp,
     checksum,
@@ -392,7 +392,7 @@ def test_shards_on_the_disks_of_nodes_are_removed_with_their_checkpoint_on_every
 
 def failing_rank(rank: int, world: int, folder: str) -> list[str]:
     """The first save succeeds; then rank 1 cannot write its shard, then rank 0 cannot write the checkpoint."""
-    import lightning_onebit.checkpoint as saving
+    import lightning_onebit.strategy.files as saving
 
     pl = enter(rank)
     path, said = f"{folder}/c.ckpt", []

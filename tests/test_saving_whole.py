@@ -19,8 +19,8 @@ from test_resume import configure, training_step
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_onebit.algorithms import OnebitAdam
-from lightning_onebit.checkpoint import durable
 from lightning_onebit.engine import ExchangeOptions, TornStep
+from lightning_onebit.strategy.files import durable
 
 # ----- torn steps -----------------------------------------------------------------------------------------------------------------
 
@@ -200,7 +200,7 @@ def saved_until_killed(rank: int, world: int, folder: str, elsewhere: str) -> tu
             at = At(
                 "SIGKILL",
                 number,
-                ("shutil.py", "checkpoint.py", "cloud_io.py", "implementations/local.py", "tempfile.py"),
+                ("shutil.py", "strategy/files.py", "cloud_io.py", "implementations/local.py", "tempfile.py"),
             )
             at.begin()
             saving.save_checkpoint({"number": number, "x": torch.ones(5000)}, path)

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 import lightning_onebit
-from lightning_onebit.checkpoint import ShardError, Stamp, read_shard, remove_shards, shard_ids, shard_path, write_shard
+from lightning_onebit.strategy.shards import (
+    ShardError,
+    Stamp,
+    read_shard,
+    remove_shards,
+    shard_ids,
+    shard_path,
+    write_shard,
+)
 
 PACKAGE = Path(lightning_onebit.__file__).parent
 SOURCES = sorted(PACKAGE.rglob("*.py"))

@@ -36,13 +36,13 @@ from test_ddp_habits import FABRICS, fabric_class
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import lightning_onebit as ob
-from lightning_onebit import registry
-from lightning_onebit._ddp_keywords import DDP_KEYWORDS
 from lightning_onebit.algorithms import AdamOptions
 from lightning_onebit.comm import SimulatedWorld
 from lightning_onebit.engine.options import takes
-from lightning_onebit.registry import ALGORITHMS, Algorithm, available_strategies, find_algorithm
-from lightning_onebit.strategy import _Run
+from lightning_onebit.strategy import registry
+from lightning_onebit.strategy.keywords import DDP_KEYWORDS
+from lightning_onebit.strategy.ranks import Groups
+from lightning_onebit.strategy.registry import ALGORITHMS, Algorithm, available_strategies, find_algorithm
 
 ROOT = Path(__file__).parents[1]
 
@@ -664,8 +664,8 @@ def default_freeze(rank: int, world: int) -> dict[str, Any]:
     from lightning_onebit.lightning import VarianceFreeze
 
     lines: list[str] = []
-    strategy_module = importlib.import_module("lightning_onebit.strategy")
-    strategy_module.rank_zero_info = lines.append  # type: ignore[attr-defined]
+    optimizers_module = importlib.import_module("lightning_onebit.strategy.optimizers")
+    optimizers_module.rank_zero_info = lines.append  # type: ignore[attr-defined]
     found: dict[str, Any] = {}
 
     def fit(
@@ -722,14 +722,14 @@ def refusing_at_once(rank: int, world: int) -> tuple[str, bool]:
     """Refused right after the process groups are made; whether the other rank had made its own by then."""
     pl = enter(rank)
     store = torch.distributed.distributed_c10d._get_default_store()
-    original = _Run.new_group
+    original = Groups.new
 
-    def new_group(run: Any, timeout: Any) -> Any:
-        group = original(run, timeout)
+    def new(groups: Any, timeout: Any) -> Any:
+        group = original(groups, timeout)
         store.add("groups made", 1)
         return group
 
-    _Run.new_group = new_group  # type: ignore[method-assign]
+    Groups.new = new  # type: ignore[method-assign]
     module = make_module(pl, onebit(5))
     try:
         quiet_trainer(pl, strategy_class()(), callbacks=[AfterGroups(store)]).fit(module, loader())

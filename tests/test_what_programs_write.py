@@ -346,11 +346,11 @@ def test_copies_of_an_optimizer_have_no_state_and_torch_describes_it_as_ever() -
 
 
 def test_a_plain_optimizer_in_whose_place_another_trains_shows_its_state() -> None:
-    from lightning_onebit.engine.convert import convert_adam, stand_down, stand_in
+    from lightning_onebit.strategy.convert import convert, stand_down, stand_in
 
     params = small()
     plain = torch.optim.AdamW(params)
-    converted = convert_adam(plain, OnebitAdam, {"exchange": ExchangeOptions(_alone=True)})
+    converted = convert(plain, OnebitAdam, {"exchange": ExchangeOptions(_alone=True)})
     stand_in(plain, converted)
     fill(params, 0)
     converted.step()

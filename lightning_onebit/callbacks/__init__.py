@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from lightning_onebit._trees import bound_module
+from lightning_onebit.strategy.trees import bound_module
 
 if TYPE_CHECKING:
     from lightning_onebit.lightning import (

@@ -6,8 +6,8 @@ import importlib
 from typing import Any
 
 from lightning_onebit._names import shown_as
-from lightning_onebit._trees import PACKAGES, check_tree, tree_of
 from lightning_onebit.comm import ByteLedger, Topology, Transport
+from lightning_onebit.strategy.trees import PACKAGES, check_tree, tree_of
 
 
 @shown_as("Callback")

@@ -503,6 +503,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
         self._engine.abandon()
 
+    def hand_over_signals(self, later: Callable[[signals_held], None] | None) -> None:
+        """Has signals that come within a step wait for its caller: ``later`` gets the hold on them, to be released between two steps."""
+        self._later = later
+
     # ----- checks -----------------------------------------------------------------------------------------------------
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -569,6 +573,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
             FloatingPointError: the last step's exchange was not finite (said here on CUDA, where a step does not wait to know).
         """
         self._engine.check_whole(weights_only=weights_only)
+
+    def note_checkpoint(self, path: str | None) -> None:
+        """Says which checkpoint of this run to go on from where a step does not end; None: there is none."""
+        self._engine.whole.checkpoint = path
 
     @torch.no_grad()
     def state_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from lightning_onebit.comm import disconnect, torn_down_last
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
 from lightning_onebit.engine.options import LONGEST_WAIT, check_integer, check_number
 from lightning_onebit.kernels import BACKENDS
-from lightning_onebit.registry import ALGORITHMS, find_algorithm
+from lightning_onebit.strategy.registry import ALGORITHMS, find_algorithm
 from lightning_onebit.tools.console import Outcome
 
 DEFAULT_SIZES = (250_000, 1_000_000, 4_000_000, 16_000_000)

@@ -13,7 +13,7 @@ from lightning_onebit import __version__
 from lightning_onebit._choices import Overlap, choices
 from lightning_onebit._text import fill, format_seconds
 from lightning_onebit.algorithms import LocalSteps
-from lightning_onebit.registry import ALGORITHMS, find_algorithm
+from lightning_onebit.strategy.registry import ALGORITHMS, find_algorithm
 from lightning_onebit.tools import bench, doctor
 from lightning_onebit.tools.cluster import LARGEST
 from lightning_onebit.tools.console import Outcome, Parser, add_json, execute

@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_onebit import __version__, _trees
+from lightning_onebit import __version__
 from lightning_onebit._text import fill
 from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.comm import disconnect
 from lightning_onebit.engine.options import LONGEST_WAIT, ExchangeOptions, check_number
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
-from lightning_onebit.registry import available_strategies
+from lightning_onebit.strategy import trees
+from lightning_onebit.strategy.registry import available_strategies
 from lightning_onebit.tools.console import Outcome
 
 _LOCATION = Path(__file__).parents[1]
@@ -76,10 +77,10 @@ def _kernels(device: str, why: str) -> dict[str, str]:
 def namespaces() -> dict[str, list[str]]:
     """For each Lightning tree that is installed, the strategy names of this package that its registry lacks."""
     missing = {}
-    for tree in _trees.installed_trees():
-        _trees.import_tree(tree)
-        registry = importlib.import_module(f"{_trees.PACKAGES[tree]}.strategies").StrategyRegistry
-        missing[_trees.PACKAGES[tree]] = [name for name in available_strategies() if name not in registry]
+    for tree in trees.installed_trees():
+        trees.import_tree(tree)
+        registry = importlib.import_module(f"{trees.PACKAGES[tree]}.strategies").StrategyRegistry
+        missing[trees.PACKAGES[tree]] = [name for name in available_strategies() if name not in registry]
     return missing
 
 

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_onebit import _trees
 from lightning_onebit.algorithms import LambCoefficients, LambOptions, LocalSteps
 from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.engine.options import check_integer, check_number
+from lightning_onebit.strategy import trees
 
 
 class _Optimizer(NamedTuple):
@@ -170,7 +170,7 @@ def from_deepspeed_config(
     config: Mapping[str, Any] | str | os.PathLike[str],
     *,
     world_size: int | None = None,
-    tree: _trees.Tree | None = None,
+    tree: trees.Tree | None = None,
 ) -> Migration:
     """Translates a DeepSpeed configuration whose optimizer is OneBitAdam, OneBitLamb or ZeroOneAdam.
 
@@ -235,7 +235,7 @@ class _Translation:
         self.options: dict[str, Any] = {}
         self.hyperparameters: dict[str, Any] = {}
 
-    def result(self, tree: _trees.Tree | None) -> Migration:
+    def result(self, tree: trees.Tree | None) -> Migration:
         known = self._known()
         self._optimizer(known)
         self._batches()
@@ -247,7 +247,7 @@ class _Translation:
                 handler(key, value)
             elif key not in filed:
                 self._rest(key, value)
-        strategy = _trees.bound_module(tree).OnebitStrategy(known.algorithm, **_gathered(self.options))
+        strategy = trees.bound_module(tree).OnebitStrategy(known.algorithm, **_gathered(self.options))
         trainer = {"strategy": strategy, **self.trainer}
         return Migration(known.algorithm, strategy, trainer, self.hyperparameters, self.honoured, self.unhonoured)
 

@@ -16,7 +16,7 @@ from lightning_onebit._text import fill, format_bits, format_figure, format_mill
 from lightning_onebit.comm import Collective, control_payload_bytes, exchange_collectives, ring_bytes
 from lightning_onebit.engine.options import check_choice, check_number
 from lightning_onebit.engine.rule import Rounds
-from lightning_onebit.registry import ALGORITHMS, Algorithm, find_algorithm
+from lightning_onebit.strategy.registry import ALGORITHMS, Algorithm, find_algorithm
 from lightning_onebit.tools.cluster import Cluster, Job
 
 #: what one can do without this library, by the bytes of a gradient element on the wire

@@ -13,7 +13,7 @@ from typing import Any
 
 from lightning_onebit._say import rank_zero_info
 from lightning_onebit.engine import ExchangeOptions
-from lightning_onebit.registry import ALGORITHMS
+from lightning_onebit.strategy.registry import ALGORITHMS
 
 #: keywords that ask for nothing that is missing here -> why
 _NOT_NEEDED = {
@@ -37,79 +37,64 @@ DDP_KEYWORDS = (
     "bucket_cap_mb",
 )
 
-#: where precision, devices and nodes are said
-_OWNERS = {True: "Fabric", False: "Trainer"}
+#: keywords that ask for something else than what happens here -> what to write instead
+_REFUSED = {
+    **dict.fromkeys(
+        ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"),
+        "the strategy itself compresses what ranks send (here by {algorithm!r}), and no hook of torch's comes between; leave it out, or "
+        "keep the hook with DDPStrategy",
+    ),
+    **dict.fromkeys(("device_ids", "output_device", "dim"), "`devices` of the {owner} says it; leave it out"),
+    "model_averaging_period": "steps between two averages are 0/1 Adam's local steps; leave it out and give "
+    'OnebitStrategy("zero_one_adam", local_steps=LocalSteps(...))',
+    "bucket_cap_mb": "the size of buckets is exchange=ExchangeOptions(bucket_mb={value!r}) here (MB of fp32 gradients)",
+    "process_group": "the strategy makes process groups of all ranks by itself; leave it out",
+    "mixed_precision": "give `precision` to the {owner}",
+    "delay_all_reduce_named_params": "dense averaging has no such list; leave it out (overlap_dense=False averages everything after "
+    "backward)",
+    "param_to_hook_all_reduce": "dense averaging has no such hook; leave it out (overlap_dense=False averages everything after backward)",
+    "init_sync": "all ranks get rank 0's weights and buffers at set-up, for replicas must be equal; leave it out",
+    "num_nodes": "give `num_nodes` to the {owner}",
+    "sync_batchnorm": "give `sync_batchnorm` to the Trainer",
+}
+#: those that have another counterpart with Fabric
+_REFUSED_BY_FABRIC = {
+    "model_averaging_period": "steps between two averages are 0/1 Adam's local steps; leave it out and give "
+    'fabric.strategy.optimizer(params, local_steps=LocalSteps(...)) with Fabric(strategy="zero_one_adam")',
+    "bucket_cap_mb": "the size of buckets is fabric.strategy.optimizer(params, exchange=ExchangeOptions(bucket_mb={value!r})) here (MB of "
+    "fp32 gradients)",
+    "delay_all_reduce_named_params": "dense averaging has no such list; leave it out",
+    "param_to_hook_all_reduce": "dense averaging has no such hook; leave it out",
+    "sync_batchnorm": "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup",
+}
 
 
 def heed_ddp_keywords(
     given: Mapping[str, Any], *, algorithm: str, known: Collection[str], fabric: bool = False
 ) -> None:
-    """Says why keywords of DDP's are not needed, or refuses them with what to write instead. None counts as not given.
+    """Says why keywords that are no options of a strategy are not needed, or refuses them. None counts as not given.
 
-    Args:
-        given: keywords that are no options of the strategy.
-        algorithm: of the strategy.
-        known: names of the strategy's options, for near matches.
-        fabric: whether it is Fabric's strategy.
+    ``known`` are the names of its options, for near matches.
 
     Raises:
         ValueError: a keyword of DDP's that asks for something else than what happens; the message has the counterpart.
         TypeError: a keyword that nobody knows; the message has near matches.
     """
-    refused = _refusals(algorithm, fabric)
     for name, value in given.items():
-        if name in _NOT_NEEDED and not (name == "init_sync" and value is False):
-            if value is not None:
-                more = ""
-                if name == "static_graph" and not fabric:
-                    more = " (re-entrant activation checkpointing needs overlap_dense=False)"
-                rank_zero_info(f"{name}={value!r} is not needed: {_NOT_NEEDED[name]}{more}.")
-        elif name in refused:
-            if value is not None:
-                raise ValueError(
-                    f"{name}={value!r} is no option of OnebitStrategy, which does without DistributedDataParallel: "
-                    + refused[name].format(value=value)
-                )
-        else:
+        if name not in _NOT_NEEDED and name not in _REFUSED:
             raise TypeError(_unknown(name, value, known, fabric))
-
-
-def _refusals(algorithm: str, fabric: bool) -> dict[str, str]:
-    """Keywords that ask for something else than what happens here -> what to write instead."""
-    compresses = (
-        f"the strategy itself compresses what ranks send (here by {algorithm!r}), and no hook of torch's comes between; leave it out, or "
-        "keep the hook with DDPStrategy"
-    )
-    owner = _OWNERS[fabric]
-    devices = f"`devices` of the {owner} says it; leave it out"
-    bucket = "exchange=ExchangeOptions(bucket_mb={value!r})"
-    make = "fabric.strategy.optimizer(params, {})"
-    local = "local_steps=LocalSteps(...)"
-    steps = make.format(local) if fabric else f'OnebitStrategy("zero_one_adam", {local})'
-    return {
-        "ddp_comm_hook": compresses,
-        "ddp_comm_state": compresses,
-        "ddp_comm_wrapper": compresses,
-        "model_averaging_period": (
-            f"steps between two averages are 0/1 Adam's local steps; leave it out and give {steps}"
-            + (' with Fabric(strategy="zero_one_adam")' if fabric else "")
-        ),
-        "bucket_cap_mb": f"the size of buckets is {make.format(bucket) if fabric else bucket} here (MB of fp32 gradients)",
-        "process_group": "the strategy makes process groups of all ranks by itself; leave it out",
-        "mixed_precision": f"give `precision` to the {owner}",
-        "delay_all_reduce_named_params": "dense averaging has no such list; leave it out"
-        + ("" if fabric else " (overlap_dense=False averages everything after backward)"),
-        "param_to_hook_all_reduce": "dense averaging has no such hook; leave it out"
-        + ("" if fabric else " (overlap_dense=False averages everything after backward)"),
-        "init_sync": "all ranks get rank 0's weights and buffers at set-up, for replicas must be equal; leave it out",
-        "device_ids": devices,
-        "output_device": devices,
-        "dim": devices,
-        "num_nodes": f"give `num_nodes` to the {owner}",
-        "sync_batchnorm": "give `sync_batchnorm` to the Trainer"
-        if not fabric
-        else "call torch.nn.SyncBatchNorm.convert_sync_batchnorm(model) before fabric.setup",
-    }
+        if value is None:
+            continue
+        if name in _NOT_NEEDED and not (name == "init_sync" and value is False):
+            checkpointing = " (re-entrant activation checkpointing needs overlap_dense=False)"
+            more = checkpointing if name == "static_graph" and not fabric else ""
+            rank_zero_info(f"{name}={value!r} is not needed: {_NOT_NEEDED[name]}{more}.")
+            continue
+        remedy = {**_REFUSED, **(_REFUSED_BY_FABRIC if fabric else {})}[name]
+        raise ValueError(
+            f"{name}={value!r} is no option of OnebitStrategy, which does without DistributedDataParallel: "
+            + remedy.format(value=value, algorithm=algorithm, owner="Fabric" if fabric else "Trainer")
+        )
 
 
 def _unknown(name: str, value: Any, known: Collection[str], fabric: bool) -> str:

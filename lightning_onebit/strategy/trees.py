@@ -1,10 +1,10 @@
 """Which Lightning tree the user works in: ``lightning.pytorch`` or ``pytorch_lightning``.
 
-Both trees may be installed (``lightning`` always installs ``pytorch-lightning`` too), their class hierarchies are
-disjoint and mixing them is rejected everywhere. So what is installed does not say which one is used; what the *user*
-has imported does. This module imports no Lightning tree. It remembers which trees were loaded when ``lightning_onebit``
-was first imported and which ones this package loaded by itself, and it tells code to be run when a tree is imported
-later (:func:`when_loaded`), so that nothing here has to import a tree the user does not use.
+Both trees may be installed (``lightning`` always installs ``pytorch-lightning`` too), their class hierarchies are disjoint and mixing
+them is rejected everywhere. So what is installed does not say which one is used; what the *user* has imported does. This module imports
+no Lightning tree. It remembers which trees were loaded when ``lightning_onebit`` was first imported and which ones this package loaded
+by itself, and it runs code when a tree is imported later (:func:`when_imported`), so that nothing here has to import a tree the user
+does not use.
 """
 
 from __future__ import annotations
@@ -21,46 +21,43 @@ from typing import Any, Literal
 
 Tree = Literal["lightning", "pytorch_lightning"]
 
-#: The trees in the order of preference when nothing else decides.
-TREES: tuple[Tree, ...] = ("lightning", "pytorch_lightning")
-
-#: The package whose import means "this tree is loaded". The bare package ``lightning`` alone would also be loaded by
-#: Fabric's users.
+#: Tree -> the package whose import means that it is loaded (Fabric's users load the bare ``lightning`` too), in the order of preference
+#: when nothing else decides.
 PACKAGES: dict[Tree, str] = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
 
 #: The module of this package that binds strategy and callbacks to a tree.
-BOUND_MODULES: dict[Tree, str] = {
-    "lightning": "lightning_onebit.lightning",
-    "pytorch_lightning": "lightning_onebit.pytorch_lightning",
-}
+BOUND_MODULES: dict[Tree, str] = {tree: f"lightning_onebit.{tree}" for tree in PACKAGES}
 
-#: The Fabric that each tree is built on, and the module that binds the strategy to it.
+#: The Fabric that each tree is built on -> the module that binds the strategy to it.
 FABRICS: dict[str, str] = {
-    "lightning.fabric": "lightning_onebit._fabric_lightning",
-    "lightning_fabric": "lightning_onebit._fabric_standalone",
+    "lightning.fabric": "lightning_onebit.strategy.fabric_lightning",
+    "lightning_fabric": "lightning_onebit.strategy.fabric_standalone",
 }
 
-_loaded_at_import: tuple[Tree, ...] = tuple(tree for tree in TREES if PACKAGES[tree] in sys.modules)
+#: package of strategies -> the module that binds this package's to it
+BINDINGS: dict[str, str] = {PACKAGES[tree]: module for tree, module in BOUND_MODULES.items()} | FABRICS
+
+_loaded_at_import: tuple[Tree, ...] = tuple(tree for tree, package in PACKAGES.items() if package in sys.modules)
 _loaded_by_us: set[Tree] = set()
-_waiting: dict[str, list[Callable[[], None]]] = {}
+_waiting: dict[str, list[Callable[[], object]]] = {}
 
 
 def installed_trees() -> tuple[Tree, ...]:
     """The Lightning trees that could be imported here, found without importing them."""
-    return tuple(tree for tree in TREES if PACKAGES[tree] in sys.modules or _is_installed(tree))
+    return tuple(tree for tree, package in PACKAGES.items() if package in sys.modules or _is_installed(package))
 
 
 def loaded_tree() -> Tree:
     """The tree the user has loaded.
 
-    In this order: the tree that was loaded before ``lightning_onebit`` was imported; a tree the user has imported
-    since; the tree that is installed. Where that leaves both trees, ``lightning`` is taken: users of the other one then
-    import from ``lightning_onebit.pytorch_lightning`` (the error of a class from the wrong tree says so).
+    In this order: the tree that was loaded before ``lightning_onebit`` was imported; a tree the user has imported since; the tree that is
+    installed. Where that leaves both trees, ``lightning`` is taken: users of the other one then import from
+    ``lightning_onebit.pytorch_lightning`` (the error of a class from the wrong tree says so).
 
     Raises:
         ModuleNotFoundError: if no Lightning tree is installed.
     """
-    by_user = tuple(tree for tree in TREES if PACKAGES[tree] in sys.modules and tree not in _loaded_by_us)
+    by_user = tuple(tree for tree, package in PACKAGES.items() if package in sys.modules and tree not in _loaded_by_us)
     for candidates in (_loaded_at_import, by_user, installed_trees()):
         if candidates:
             return candidates[0]
@@ -72,10 +69,9 @@ def loaded_tree() -> Tree:
 
 def import_tree(tree: Tree) -> ModuleType:
     """Imports the package of ``tree`` for this package's own needs: it does not count as the user's choice."""
-    name = PACKAGES[tree]
-    if name not in sys.modules:
+    if PACKAGES[tree] not in sys.modules:
         _loaded_by_us.add(tree)
-    return importlib.import_module(name)
+    return importlib.import_module(PACKAGES[tree])
 
 
 def bound_module(tree: Tree | None = None) -> ModuleType:
@@ -87,10 +83,9 @@ def bound_module(tree: Tree | None = None) -> ModuleType:
 
 def tree_of(owner: Any) -> Tree | None:
     """The tree that the class of ``owner`` (an object or a class) comes from, or None if it comes from neither."""
-    cls = owner if isinstance(owner, type) else type(owner)
-    for base in cls.__mro__:
+    for base in (owner if isinstance(owner, type) else type(owner)).__mro__:
         for tree, package in PACKAGES.items():
-            if base.__module__ == package or base.__module__.startswith(package + "."):
+            if f"{base.__module__}.".startswith(f"{package}."):
                 return tree
     return None
 
@@ -112,13 +107,8 @@ def check_tree(part: Any, trainer: Any) -> None:
     )
 
 
-def when_loaded(tree: Tree, action: Callable[[], None]) -> None:
-    """Runs ``action`` once ``tree`` is imported: at once if it is, otherwise right after its import by anyone."""
-    when_imported(PACKAGES[tree], action)
-
-
-def when_imported(name: str, action: Callable[[], None]) -> None:
-    """Runs ``action`` once the package ``name`` is imported: at once if it is, otherwise right after."""
+def when_imported(name: str, action: Callable[[], object]) -> None:
+    """Runs ``action`` once the package ``name`` is imported: at once if it is, otherwise right after its import by anyone."""
     if name in sys.modules:
         action()
         return
@@ -127,16 +117,15 @@ def when_imported(name: str, action: Callable[[], None]) -> None:
     _waiting.setdefault(name, []).append(action)
 
 
-def _is_installed(tree: Tree) -> bool:
-    top, _, sub = PACKAGES[tree].partition(".")
+def _is_installed(package: str) -> bool:
+    top, _, sub = package.partition(".")
     try:
         spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return False
     # find_spec("lightning.pytorch") would import its parent and with it the whole tree: look for the folder instead.
-    return spec is not None and (
-        not sub or any(os.path.isdir(os.path.join(path, sub)) for path in spec.submodule_search_locations or ())
-    )
+    folders = (spec.submodule_search_locations or ()) if spec is not None else ()
+    return spec is not None and (not sub or any(os.path.isdir(os.path.join(folder, sub)) for folder in folders))
 
 
 class _ImportWatcher(importlib.abc.MetaPathFinder):
@@ -145,12 +134,9 @@ class _ImportWatcher(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _waiting:
-            return None
-        for finder in sys.meta_path:
-            find = getattr(finder, "find_spec", None)
-            spec: importlib.machinery.ModuleSpec | None
-            spec = find(fullname, path, target) if find is not None and finder is not self else None
+        others = [finder for finder in sys.meta_path if finder is not self and hasattr(finder, "find_spec")]
+        for finder in others if fullname in _waiting else ():
+            spec = finder.find_spec(fullname, path, target)
             if spec is not None:
                 if spec.loader is not None and hasattr(spec.loader, "exec_module"):
                     _run_after(spec.loader, fullname)

@@ -1,7 +1,8 @@
-"""A plain Adam becomes a compressed one: same parameters, same hyperparameters, and the LR schedulers follow."""
+"""A plain optimizer becomes a compressed one: same parameters, same hyperparameters, and the LR schedulers follow."""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MethodType
@@ -11,50 +12,64 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from lightning_onebit.engine.layout import TRAINABLE_DTYPES
 from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import UNSUPPORTED
 
-# Options that only choose among torch's implementations of the same rule, and how Adam writes "this is AdamW".
-_IRRELEVANT = ("foreach", "fused", "decoupled_weight_decay")
-_HOOKS = (
-    "_optimizer_step_pre_hooks",
-    "_optimizer_step_post_hooks",
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+# the tables of hooks that every optimizer of torch has
+_HOOKS = [
+    f"_optimizer_{what}_{when}_hooks" for what in ("step", "state_dict", "load_state_dict") for when in ("pre", "post")
+]
+
+
+#: hyperparameters that a compressed optimizer cannot take over where they are set (not 0, False or None) -> why, with a remedy
+OBSTACLES = {
+    **{name: f"is not supported: {remedy}" for name, remedy in UNSUPPORTED.items()},
+    "weight_decay": "of torch.optim.Adam is an L2 term inside the gradient, which would be compressed with it: use torch.optim.AdamW "
+    "(decoupled weight decay), or weight_decay=0",
+}
 
 
 def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a ``torch.optim.Adam`` or ``AdamW`` cannot be converted (option, value and remedy), or None if it can."""
+    """Why a plain optimizer of torch's cannot be converted (option, value and remedy), or None if it can."""
     for index, group in enumerate(optimizer.param_groups):
         where = f" in parameter group {index}" if len(optimizer.param_groups) > 1 else ""
-        for name, remedy in UNSUPPORTED.items():
-            if group.get(name):
-                return f"{name}={group[name]!r}{where} is not supported: {remedy}"
-        if group["weight_decay"] and not _decoupled(optimizer, group):
-            return (
-                f"weight_decay={group['weight_decay']!r}{where} of torch.optim.Adam is an L2 term inside the gradient, which would be "
-                "compressed with it: use torch.optim.AdamW (decoupled weight decay), or weight_decay=0"
-            )
-        for name, numbers in (("lr", [group["lr"]]), ("betas", group["betas"])):
-            if any(isinstance(number, Tensor) for number in numbers):
+        # torch < 2.6 has no such key; AdamW is always decoupled
+        decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.AdamW)
+        for name, reason in OBSTACLES.items():
+            if group.get(name) and not (name == "weight_decay" and decoupled):
+                return f"{name}={group[name]!r}{where} {reason}"
+        for name in optimizer.defaults:
+            values = group[name] if isinstance(group[name], tuple | list) else [group[name]]
+            if any(isinstance(value, Tensor) for value in values):
                 return f"{name}={group[name]!r}{where} is a tensor: give plain numbers"
     return None
 
 
-def convert_adam(
+def no_counterpart(optimizer: torch.optim.Optimizer) -> str:
+    """Why an optimizer is none that could be converted."""
+    return "there is no 1-bit SGD yet" if isinstance(optimizer, torch.optim.SGD) else "it has no compressed counterpart"
+
+
+def untrainable(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why no compressed optimizer can hold the parameters of an optimizer, or None."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    strange = {str(p.dtype) for p in params if p.requires_grad and p.dtype not in TRAINABLE_DTYPES}
+    return f"it holds {' and '.join(sorted(strange))} parameters" if strange else None
+
+
+def convert(
     optimizer: torch.optim.Optimizer, target: type[OnebitOptimizer], options: Mapping[str, Any]
 ) -> OnebitOptimizer:
     """Makes a compressed optimizer of a plain one.
 
-    Parameter groups are taken over as they are, with every key of the user's (``initial_lr`` of schedulers, names,
-    ``compress=False``),
-    and so are state and hooks. The plain optimizer is left untouched and must not be stepped any more.
+    Parameter groups are taken over as they are, with every key of the user's (``initial_lr`` of schedulers, names, ``compress=False``),
+    and so are state and hooks. Of the plain optimizer's hyperparameters those that the target has by the same name go on; the others
+    choose among torch's implementations of one rule, or are obstacles. The plain optimizer is left untouched and must not be stepped
+    any more.
 
     Args:
-        optimizer: a ``torch.optim.Adam`` (without weight decay) or ``AdamW``.
+        optimizer: of a class that the algorithm of ``target`` ``converts`` (a ``torch.optim.AdamW``, say).
         target: class of the result.
         options: the target's options (``freeze_step`` ...).
 
@@ -62,16 +77,19 @@ def convert_adam(
         ValueError: the optimizer uses an option that has no compressed counterpart; see :func:`obstacle`.
 
     Example:
-        >>> convert_adam(torch.optim.AdamW(model.parameters(), lr=1e-3), OnebitAdam, {"freeze_step": 1000})
+        >>> convert(torch.optim.AdamW(model.parameters(), lr=1e-3), OnebitAdam, {"freeze_step": 1000})
     """
     reason = obstacle(optimizer)
     if reason is not None:
         raise ValueError(f"cannot convert torch.optim.{type(optimizer).__name__} to {target.__name__}: {reason}")
-    dropped = (*UNSUPPORTED, *_IRRELEVANT)
-    groups = [{k: v for k, v in group.items() if k not in dropped} for group in optimizer.param_groups]
+    shared = optimizer.defaults.keys() & inspect.signature(target).parameters.keys()
+    left_out = optimizer.defaults.keys() - shared
+    groups = [
+        {name: list(value) if name == "params" else value for name, value in group.items() if name not in left_out}
+        for group in optimizer.param_groups
+    ]
     # The defaults are what a group added later inherits.
-    defaults = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
-    converted = target([{**group, "params": list(group["params"])} for group in groups], **defaults, **options)
+    converted = target(groups, **{name: optimizer.defaults[name] for name in shared}, **options)
     if len(optimizer.state):
         converted.load_state_dict(optimizer.state_dict())
     for name in _HOOKS:
@@ -82,24 +100,20 @@ def convert_adam(
 
 
 def stand_in(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
-    """Makes a plain optimizer show what trains in its place, for whoever has kept it.
+    """Makes a plain optimizer show what trains in its place, to a program that has kept it.
 
     A module that sets ``lr`` through an attribute of its own, or another library's scheduler, then sets what trains: both have the same
     groups. ``plain.step()`` raises. Repeat it where ``converted`` has been given other groups (``load_state_dict``); `stand_down` ends it.
-
-    Args:
-        plain: what was converted.
-        converted: what trains. If ``plain`` stood in for it before, it takes over what has been set in ``plain``, and the groups that
-            have joined it, since.
+    What has been set in ``plain`` since then, and the groups that have joined it, are taken over.
     """
     if "_onebit_own" not in vars(plain):
         for mine, theirs in zip(converted.param_groups, plain.param_groups, strict=False):
             mine.update({name: theirs[name] for name in mine.keys() & theirs.keys() - {"params"}})
-        own = (*UNSUPPORTED, *_IRRELEVANT)
+        own = plain.defaults.keys() - converted.defaults.keys()
         for joined in plain.param_groups[len(converted.param_groups) :]:
             converted.add_param_group({name: value for name, value in joined.items() if name not in own})
         vars(plain)["_onebit_own"] = [
-            {name: group[name] for name in own if name in group} for group in plain.param_groups
+            {name: group[name] for name in own & group.keys()} for group in plain.param_groups
         ]
     plain.param_groups = converted.param_groups
     plain.state = converted.state
@@ -116,16 +130,12 @@ def stand_in(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
 
 
 def stand_down(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None:
-    """Gives a plain optimizer back to the program, with the hyperparameters that were set meanwhile and no state (``converted`` has it).
-
-    Args:
-        plain: what `stand_in` was called with; others are left alone.
-        converted: what has trained in its place.
-    """
+    """Ends `stand_in`: gives back a plain optimizer with what was set meanwhile, and no state (``converted`` has it)."""
     own = vars(plain).pop("_onebit_own", None)
     if own is None:
         return
-    groups = [{name: value for name, value in group.items() if name != "compress"} for group in converted.param_groups]
+    foreign = converted.defaults.keys() - plain.defaults.keys()
+    groups = [{name: value for name, value in group.items() if name not in foreign} for group in converted.param_groups]
     own += [{}] * (len(groups) - len(own))  # groups that joined
     plain.param_groups = [
         {**plain.defaults, **mine, **group, "params": list(group["params"])}
@@ -137,14 +147,10 @@ def stand_down(plain: torch.optim.Optimizer, converted: OnebitOptimizer) -> None
 
 
 def repoint_schedulers(schedulers: Iterable[Any], old: torch.optim.Optimizer, new: torch.optim.Optimizer) -> None:
-    """Makes LR schedulers of ``old`` schedule ``new``, however deeply they are nested.
+    """Makes LR schedulers of ``old`` schedule ``new``, whose learning rates are not touched; others are left alone.
 
-    SequentialLR, ChainedScheduler and wrappers of the user's that keep the optimizer or schedulers in attributes are followed.
-
-    Args:
-        schedulers: schedulers; those of other optimizers are left alone.
-        old: what they schedule now.
-        new: what they shall schedule; its learning rates are not touched.
+    SequentialLR, ChainedScheduler and wrappers of the user's that keep the optimizer or schedulers in attributes are followed, however
+    deeply they are nested.
 
     Raises:
         ValueError: ``old`` has a scheduler that is not among them, which would go on to schedule an optimizer that no
@@ -187,8 +193,3 @@ def _repoint(scheduler: Any, old: torch.optim.Optimizer, new: torch.optim.Optimi
             if isinstance(item, LRScheduler) or getattr(item, "optimizer", None) is old:
                 found |= _repoint(item, old, new, seen)
     return found
-
-
-def _decoupled(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    # torch < 2.6 has no such key; AdamW is always decoupled.
-    return bool(group.get("decoupled_weight_decay")) or isinstance(optimizer, torch.optim.AdamW)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,8 +17,12 @@ from lightning_onebit.engine.options import as_parameters
 #: suffix of a strategy name -> start method, as Lightning names its own strategies
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
-#: further suffix -> ``find_unused_parameters`` of DDP's names; users of those find the like here
-UNUSED_PARAMETERS = {"": None, "_find_unused_parameters_false": False, "_find_unused_parameters_true": True}
+#: further suffix -> what it asks for; users of DDP's names find the like here
+UNUSED_PARAMETERS: dict[str, dict[str, bool]] = {
+    "": {},
+    "_find_unused_parameters_false": {"find_unused_parameters": False},
+    "_find_unused_parameters_true": {"find_unused_parameters": True},
+}
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,8 @@ class Algorithm:
         name: the name users know, also that of its strategy.
         title: how texts call it.
         optimizer: its optimizer class, whose ``options_class`` says what options the algorithm has.
-        converts: optimizer classes (exactly these, no subclasses) that it can stand in for with the same hyperparameters.
+        converts: optimizer classes (exactly these, no subclasses) that it can stand in for with the same hyperparameters; ``convert``
+            has what hinders it.
         warm_up: whether training begins with dense steps that somebody has to end (``freeze_step``, ``callbacks.VarianceFreeze``).
         aliases: other names of the same thing.
     """
@@ -62,10 +67,10 @@ def register_algorithm(algorithm: Algorithm) -> None:
     Example:
         >>> register_algorithm(Algorithm("onebit_lion", "1-bit Lion", OnebitLion, warm_up=False))
     """
-    taken = {name: other for other in ALGORITHMS.values() for name in (other.name, *other.aliases)}
+    known = _by_name()
     for name in (algorithm.name, *algorithm.aliases):
-        if name in taken and taken[name].name != algorithm.name:
-            raise ValueError(f"algorithm name {name!r} belongs to {taken[name].title}; choose another")
+        if name in known and known[name].name != algorithm.name:
+            raise ValueError(f"algorithm name {name!r} belongs to {known[name].title}; choose another")
     if not issubclass(algorithm.optimizer, OnebitOptimizer):
         raise TypeError(
             f"optimizer={algorithm.optimizer!r} of {algorithm.name!r} must be a subclass of OnebitOptimizer"
@@ -92,22 +97,12 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
-class RegisteredStrategy(NamedTuple):
-    """A name that ``Trainer(strategy=...)`` accepts, and what it stands for."""
-
-    name: str
-    algorithm: Algorithm
-    start_method: str
-    find_unused_parameters: bool | None = None
-
-
-def registered_strategies() -> Iterator[RegisteredStrategy]:
-    """All names that importing ``lightning_onebit`` registers, aliases included."""
-    for algorithm in ALGORITHMS.values():
-        for name in (algorithm.name, *algorithm.aliases):
-            for suffix, start_method in START_METHODS.items():
-                for further, unused in UNUSED_PARAMETERS.items():
-                    yield RegisteredStrategy(name + suffix + further, algorithm, start_method, unused)
+def registered_strategies() -> Iterator[tuple[str, Algorithm, dict[str, Any]]]:
+    """All names that importing ``lightning_onebit`` registers, aliases included, with further keywords of the strategy."""
+    for name, algorithm in _by_name().items():
+        for suffix, start_method in START_METHODS.items():
+            for further, asked in UNUSED_PARAMETERS.items():
+                yield name + suffix + further, algorithm, {"start_method": start_method, **asked}
 
 
 def register(strategy_class: type, registry: Any) -> None:
@@ -115,18 +110,10 @@ def register(strategy_class: type, registry: Any) -> None:
     if (id(registry), strategy_class) not in _registered:
         _registered.add((id(registry), strategy_class))
         when_algorithms_change(lambda: register(strategy_class, registry))
-    for name, algorithm, start_method, unused in registered_strategies():
-        asked = {} if unused is None else {"find_unused_parameters": unused}
-        registry.register(
-            name,
-            strategy_class,
-            description=f"{algorithm.title} with `start_method` {start_method!r}"
-            + "".join(f" and `{key}` {value}" for key, value in asked.items()),
-            override=True,
-            algorithm=algorithm.name,
-            start_method=start_method,
-            **asked,
-        )
+    for name, algorithm, keywords in registered_strategies():
+        said = f"{algorithm.title} with " + " and ".join(f"`{key}` {value!r}" for key, value in keywords.items())
+        keywords["algorithm"] = algorithm.name
+        registry.register(name, strategy_class, description=said, override=True, **keywords)
 
 
 def available_strategies() -> tuple[str, ...]:
@@ -136,41 +123,28 @@ def available_strategies() -> tuple[str, ...]:
         >>> "onebit_adam" in available_strategies()
         True
     """
-    return tuple(strategy.name for strategy in registered_strategies())
+    return tuple(name for name, _, _ in registered_strategies())
 
 
 def find_algorithm(name: Any) -> Algorithm:
-    """The algorithm of a name or alias.
-
-    Raises:
-        TypeError: not a string.
-        ValueError: unknown; the message lists the known ones.
-    """
+    """The algorithm of a name or alias; ``TypeError`` or ``ValueError``, with the known ones, where there is none."""
+    known = _by_name()
+    if isinstance(name, str) and name in known:
+        return known[name]
+    one_of = f"choose one of {', '.join(map(repr, known))}"
     if not isinstance(name, str):
-        raise TypeError(f"algorithm={name!r} must be a string, not {type(name).__name__}; choose one of {_names()}")
-    for algorithm in ALGORITHMS.values():
-        if name in (algorithm.name, *algorithm.aliases):
-            return algorithm
-    raise ValueError(f"algorithm={name!r} is unknown; choose one of {_names()}")
+        raise TypeError(f"algorithm={name!r} must be a string, not {type(name).__name__}; {one_of}")
+    raise ValueError(f"algorithm={name!r} is unknown; {one_of}")
 
 
 def check_options(algorithm: Algorithm, options: Mapping[str, Any], exchange: ExchangeOptions | None = None) -> None:
-    """Raises unless ``algorithm`` has every option and accepts its value, and can exchange as ``exchange`` says.
-
-    Raises:
-        TypeError: an option of the wrong type.
-        ValueError: an option out of range, or one that the algorithm does not have.
-    """
+    """``TypeError`` or ``ValueError`` unless ``algorithm`` has every option, accepts its value, and can exchange as ``exchange`` says."""
     for name, value in options.items():
         if name not in algorithm.options:
             owners = [repr(other.name) for other in ALGORITHMS.values() if name in other.options]
-            remedy = (
-                f"{' and '.join(owners)} {'has' if len(owners) == 1 else 'have'} it"
-                if owners
-                else "no algorithm has it"
-            )
+            has = "no algorithm has it" if not owners else f"{' and '.join(owners)} ha{'ve' if owners[1:] else 's'} it"
             raise ValueError(
-                f"{name}={value!r} is no option of {algorithm.name!r}: {remedy}; remove it or change `algorithm`"
+                f"{name}={value!r} is no option of {algorithm.name!r}: {has}; remove it or change `algorithm`"
             )
     if options or exchange is not None:
         # The optimizer's constructor knows the ranges; an optimizer of nothing is the way to ask it.
@@ -184,11 +158,10 @@ def option_parameters() -> dict[str, inspect.Parameter]:
     for algorithm in ALGORITHMS.values():
         for parameter in as_parameters(algorithm.optimizer.options_class):
             kinds[parameter.name] = parameter.annotation | kinds.get(parameter.name)
-    return {
-        name: inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in kinds.items()
-    }
+    by_keyword = inspect.Parameter.KEYWORD_ONLY
+    return {name: inspect.Parameter(name, by_keyword, default=None, annotation=kind) for name, kind in kinds.items()}
 
 
-def _names() -> str:
-    return ", ".join(repr(name) for a in ALGORITHMS.values() for name in (a.name, *a.aliases))
+def _by_name() -> dict[str, Algorithm]:
+    """Every algorithm by each of its names."""
+    return {name: algorithm for algorithm in ALGORITHMS.values() for name in (algorithm.name, *algorithm.aliases)}

@@ -1,0 +1,1 @@
+"""What adapts the optimizers to Lightning, Fabric and DistributedDataParallel."""

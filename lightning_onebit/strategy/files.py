@@ -1,0 +1,112 @@
+"""Files that are whole under their name: written beside it, flushed to disk, moved in one step."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import platform
+import re
+from collections.abc import Iterator
+from typing import IO, Any
+
+import torch
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
+
+# where Lightning's own plugin for torch.save is defined
+_TORCH_IO = ("lightning.fabric.plugins.io.torch_io", "lightning_fabric.plugins.io.torch_io")
+
+
+@contextlib.contextmanager
+def writing(url: str) -> Iterator[IO[bytes]]:
+    """A file to be written, in a folder that is made for it; a local one appears under its name when it is whole and on disk.
+
+    After an error nothing has changed. Object stores show a file when it is complete too; others may show half of it.
+    """
+    fs, path = url_to_fs(url)
+    folder, name = os.path.split(path)
+    fs.makedirs(folder, exist_ok=True)
+    if not isinstance(fs, LocalFileSystem):
+        with fs.open(path, "wb") as file:
+            yield file
+        return
+    # nothing that looks for checkpoints by their names finds these
+    host = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+    stem = f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-{host}"
+    temporary = os.path.join(folder, f"{stem}-{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.remove(temporary)
+        raise
+    sync_folder(folder)
+    _remove_left_over(folder, stem)
+
+
+def sync_folder(folder: str) -> None:
+    """Brings the names in a local folder to disk, on file systems that can."""
+    try:
+        number = os.open(folder or ".", os.O_RDONLY)
+    except OSError:  # Windows opens no folders
+        return
+    try:
+        os.fsync(number)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EBADF, errno.EACCES):
+            raise
+    finally:
+        os.close(number)
+
+
+def _remove_left_over(folder: str, stem: str) -> None:
+    """Removes what processes of this machine that have died have left of a file."""
+    if os.name != "posix":
+        return  # signal 0 asks nothing there
+    for name in os.listdir(folder):
+        if (match := re.fullmatch(rf"{re.escape(stem)}-(\d+)\.tmp", name)) is not None:
+            try:
+                os.kill(int(match[1]), 0)
+            except ProcessLookupError:
+                with contextlib.suppress(OSError):
+                    os.remove(os.path.join(folder, name))
+            except OSError:
+                continue
+
+
+class DurableSave:
+    """Stands in for ``save_checkpoint`` of Lightning's ``TorchCheckpointIO``: local files are replaced in one move, and are on disk then.
+
+    Lightning writes them in the folder for temporary files, from which another file system is reached by copying: a run that dies in
+    the midst of that leaves half a file in the place of a good one.
+    """
+
+    def __init__(self, plugin: Any) -> None:
+        self._plugin = plugin
+
+    def __call__(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
+        """Writes a checkpoint; what is not a local file is Lightning's to write."""
+        if storage_options is not None or not isinstance(url_to_fs(str(path))[0], LocalFileSystem):
+            type(self._plugin).save_checkpoint(self._plugin, checkpoint, path, storage_options)
+            return
+        with writing(str(path)) as file:
+            torch.save(checkpoint, file)
+
+
+def durable(plugin: Any) -> Any:
+    """Makes Lightning's own ``TorchCheckpointIO`` replace local files in one move, alone or within a plugin that wraps it.
+
+    A plugin of the user's that writes files itself stays as it is.
+    """
+    wrapped = getattr(plugin, "_checkpoint_io", None)
+    if wrapped is not None:
+        durable(wrapped)
+    elif type(plugin).save_checkpoint.__module__ in _TORCH_IO and "save_checkpoint" not in vars(plugin):
+        plugin.save_checkpoint = DurableSave(plugin)
+    return plugin
