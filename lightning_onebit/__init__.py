@@ -12,7 +12,15 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_onebit import _trees  # first: it remembers which Lightning tree was loaded before this package
-from lightning_onebit.algorithms import BinSGDM, LambCoefficients, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.algorithms import (
+    BinSGDM,
+    LambCoefficients,
+    LocalSteps,
+    OnebitAdam,
+    OnebitLamb,
+    OnebitSGD,
+    ZeroOneAdam,
+)
 from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, Phase, TornStep
 from lightning_onebit.registry import available_strategies, register_algorithm
@@ -36,6 +44,7 @@ __all__ = [
     "OnebitAdam",
     "OnebitLamb",
     "OnebitOptimizer",
+    "OnebitSGD",
     "Phase",
     "PlanMismatch",
     "TornStep",

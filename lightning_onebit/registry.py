@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, OnebitSGD, ZeroOneAdam
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
 from lightning_onebit.engine.options import as_parameters
 
@@ -88,6 +88,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("onebit_lamb", "1-bit LAMB", OnebitLamb),
         Algorithm("zero_one_adam", "0/1 Adam", ZeroOneAdam, converts=(torch.optim.Adam, torch.optim.AdamW)),
         Algorithm("binsgdm", "BinSGDM", BinSGDM, warm_up=False, aliases=("birder",)),
+        Algorithm("onebit_sgd", "1-bit SGD", OnebitSGD, converts=(torch.optim.SGD,), warm_up=False),
     )
 }
 

@@ -57,6 +57,7 @@ from lightning_onebit.engine.layout import TRAINABLE_DTYPES
 from lightning_onebit.engine.options import check_choice, check_integer
 from lightning_onebit.engine.whole import signals_held
 from lightning_onebit.registry import (
+    ALGORITHMS,
     Algorithm,
     check_options,
     find_algorithm,
@@ -88,11 +89,11 @@ class OnebitMixin(_Base):
     asks for it (overlapped with backward), and lets the optimizer's ``step()`` do the compressed exchange afterwards.
 
     ``configure_optimizers`` returns an optimizer of this package, best made by ``self.trainer.strategy.optimizer(params, lr=...)``,
-    which knows the strategy's options. A plain ``torch.optim.Adam`` or ``AdamW`` is converted. Where nothing says when the dense
-    warm-up ends, ``VarianceFreeze()`` is added.
+    which knows the strategy's options. A plain ``torch.optim.Adam`` or ``AdamW`` is converted, under ``"onebit_sgd"`` an ``SGD``. Where
+    nothing says when the dense warm-up ends, ``VarianceFreeze()`` is added.
 
     Args:
-        algorithm: ``"onebit_adam"``, ``"onebit_lamb"``, ``"zero_one_adam"`` or ``"binsgdm"`` (alias ``"birder"``).
+        algorithm: ``"onebit_adam"``, ``"onebit_lamb"``, ``"zero_one_adam"``, ``"binsgdm"`` (alias ``"birder"``) or ``"onebit_sgd"``.
         accelerator: see Lightning's ``DDPStrategy``, as for all arguments up to ``start_method``.
         parallel_devices: devices of this node.
         cluster_environment: how processes find each other.
@@ -102,7 +103,7 @@ class OnebitMixin(_Base):
         timeout: bound of every wait for other ranks. A smaller ``timeout`` of an optimizer (seconds) counts for its exchange.
         start_method: ``"popen"``, ``"spawn"``, ``"fork"`` or ``"forkserver"``.
         other_optimizers: ``"error"`` refuses optimizers that cannot be compressed; ``"dense"`` trains them exactly as DDP would.
-        convert_optimizers: whether a plain Adam or AdamW becomes the algorithm's optimizer.
+        convert_optimizers: whether a plain Adam, AdamW or SGD becomes the algorithm's optimizer.
         broadcast_buffers: whether buffers follow rank 0's during training, as with DDP.
         overlap_dense: whether dense averaging overlaps with backward; False for models that run a parameter's backward hooks more
             than once in a backward (re-entrant activation checkpointing). It begins after backward where the module has a
@@ -1156,7 +1157,10 @@ def _parameters(optimizers: Sequence[torch.optim.Optimizer]) -> list[Tensor]:
 
 def _no_counterpart(optimizer: torch.optim.Optimizer) -> str:
     """Why an optimizer is none that could be converted."""
-    return "there is no 1-bit SGD yet" if isinstance(optimizer, torch.optim.SGD) else "it has no compressed counterpart"
+    for algorithm in ALGORITHMS.values():
+        if type(optimizer) in algorithm.converts:
+            return f'its compressed counterpart is that of `strategy="{algorithm.name}"`'
+    return "it has no compressed counterpart"
 
 
 def _untrainable(optimizer: torch.optim.Optimizer) -> str | None:

@@ -1,7 +1,8 @@
-"""A plain Adam becomes a compressed one: same parameters, same hyperparameters, and the LR schedulers follow."""
+"""A plain Adam or SGD becomes a compressed one: same parameters, same hyperparameters, and the LR schedulers follow."""
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from types import MethodType
@@ -27,18 +28,18 @@ _HOOKS = (
 
 
 def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why a ``torch.optim.Adam`` or ``AdamW`` cannot be converted (option, value and remedy), or None if it can."""
+    """Why a ``torch.optim.Adam``, ``AdamW`` or ``SGD`` cannot be converted (option, value and remedy), or None if it can."""
     for index, group in enumerate(optimizer.param_groups):
         where = f" in parameter group {index}" if len(optimizer.param_groups) > 1 else ""
         for name, remedy in UNSUPPORTED.items():
             if group.get(name):
                 return f"{name}={group[name]!r}{where} is not supported: {remedy}"
-        if group["weight_decay"] and not _decoupled(optimizer, group):
+        if isinstance(optimizer, torch.optim.Adam) and group["weight_decay"] and not _decoupled(optimizer, group):
             return (
                 f"weight_decay={group['weight_decay']!r}{where} of torch.optim.Adam is an L2 term inside the gradient, which would be "
                 "compressed with it: use torch.optim.AdamW (decoupled weight decay), or weight_decay=0"
             )
-        for name, numbers in (("lr", [group["lr"]]), ("betas", group["betas"])):
+        for name, numbers in (("lr", [group["lr"]]), ("betas", group.get("betas", ()))):
             if any(isinstance(number, Tensor) for number in numbers):
                 return f"{name}={group[name]!r}{where} is a tensor: give plain numbers"
     return None
@@ -54,8 +55,8 @@ def convert_adam(
     and so are state and hooks. The plain optimizer is left untouched and must not be stepped any more.
 
     Args:
-        optimizer: a ``torch.optim.Adam`` (without weight decay) or ``AdamW``.
-        target: class of the result.
+        optimizer: a ``torch.optim.Adam`` (without weight decay), ``AdamW`` or ``SGD``.
+        target: class of the result, of the same hyperparameters.
         options: the target's options (``freeze_step`` ...).
 
     Raises:
@@ -70,7 +71,8 @@ def convert_adam(
     dropped = (*UNSUPPORTED, *_IRRELEVANT)
     groups = [{k: v for k, v in group.items() if k not in dropped} for group in optimizer.param_groups]
     # The defaults are what a group added later inherits.
-    defaults = {name: optimizer.defaults[name] for name in ("lr", "betas", "eps", "weight_decay")}
+    own = inspect.signature(target).parameters.keys() - {"params"}
+    defaults = {name: value for name, value in optimizer.defaults.items() if name in own}
     converted = target([{**group, "params": list(group["params"])} for group in groups], **defaults, **options)
     if len(optimizer.state):
         converted.load_state_dict(optimizer.state_dict())
