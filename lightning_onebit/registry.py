@@ -191,5 +191,10 @@ def option_parameters() -> dict[str, inspect.Parameter]:
     }
 
 
+def algorithm_names() -> tuple[str, ...]:
+    """The names and aliases of all algorithms."""
+    return tuple(name for algorithm in ALGORITHMS.values() for name in (algorithm.name, *algorithm.aliases))
+
+
 def _names() -> str:
-    return ", ".join(repr(name) for a in ALGORITHMS.values() for name in (a.name, *a.aliases))
+    return ", ".join(map(repr, algorithm_names()))

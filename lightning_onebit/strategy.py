@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_type_hints
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
@@ -59,6 +59,7 @@ from lightning_onebit.engine.whole import signals_held
 from lightning_onebit.registry import (
     ALGORITHMS,
     Algorithm,
+    algorithm_names,
     check_options,
     find_algorithm,
     option_parameters,
@@ -943,7 +944,7 @@ def _show_options() -> None:
     """Lets ``help()`` and LightningCLI see the options of all algorithms, and DDP's keywords, as keywords of the strategy."""
     init: Any = OnebitMixin.__init__
     vars(init).pop("__signature__", None)
-    kinds = get_type_hints(init)
+    kinds = {**get_type_hints(init), "algorithm": Literal[algorithm_names()]}
     own = [
         p.replace(annotation=kinds.get(name, p.annotation)) for name, p in inspect.signature(init).parameters.items()
     ]

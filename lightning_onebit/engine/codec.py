@@ -118,9 +118,11 @@ class OneBit(Codec):
             residual.settled().view(len(factors), bucket.block_size).mul_(factors[:, None])
 
     def guarded(self, bucket: Bucket) -> Guarded:
-        """See the base: residuals."""
-        layout = self.kept.layout
+        """See the base: residuals, and what else is the rank's own."""
+        layout, rule = self.kept.layout, self.step.rule
+        names = rule.arenas if rule.per_rank else ()
         return [
+            *((bucket.slice(self.kept.flat[name]), (0, bucket.blocks)) for name in names),
             (self.kept.worker_residual(bucket), layout.shard(bucket)),
             (self.kept.server_residual(bucket), layout.chunk(bucket)),
         ]
