@@ -57,6 +57,11 @@ def rules() -> dict[str, tuple[Build, dict[str, Any]]]:
             },
         ),
         "binsgdm": (ob.BinSGDM, {"lr": 1e-3, "weight_decay": 0.01}),
+        "onebit_sgd": (ob.OnebitSGD, {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01}),
+        "onebit_sgd, nesterov": (
+            ob.OnebitSGD,
+            {"lr": 1e-2, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+        ),
         "binsgdm, published": (ob.BinSGDM, {"lr": 1e-3, "weight_decay": 0.01, "recipe": "published"}),
     }
 

@@ -11,7 +11,15 @@ import importlib
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from lightning_onebit.algorithms import BinSGDM, LambCoefficients, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.algorithms import (
+    BinSGDM,
+    LambCoefficients,
+    LocalSteps,
+    OnebitAdam,
+    OnebitLamb,
+    OnebitSGD,
+    ZeroOneAdam,
+)
 from lightning_onebit.comm import ByteLedger, CollectiveFailure, CollectiveTimeout, PlanMismatch
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, Phase, TornStep
 from lightning_onebit.strategy import trees
@@ -37,6 +45,7 @@ __all__ = [
     "OnebitAdam",
     "OnebitLamb",
     "OnebitOptimizer",
+    "OnebitSGD",
     "Phase",
     "PlanMismatch",
     "TornStep",

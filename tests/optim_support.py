@@ -1,4 +1,4 @@
-"""What the tests of the four optimizers share: runs that the library makes on several ranks and the oracle in one process."""
+"""What the tests of all optimizers share: runs that the library makes on several ranks and the oracle in one process."""
 
 # ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
@@ -14,7 +14,15 @@ from harness import grouped, run_ranks
 from test_optim_adam import SMALL, Run, equal, joined, whole_state
 from torch import Tensor
 
-from lightning_onebit.algorithms import BinSGDM, LambCoefficients, LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.algorithms import (
+    BinSGDM,
+    LambCoefficients,
+    LocalSteps,
+    OnebitAdam,
+    OnebitLamb,
+    OnebitSGD,
+    ZeroOneAdam,
+)
 from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.engine import OnebitOptimizer
 
@@ -25,6 +33,7 @@ CLASSES: dict[str, type[OnebitOptimizer]] = {
     "onebit_lamb": OnebitLamb,
     "zero_one_adam": ZeroOneAdam,
     "binsgdm": BinSGDM,
+    "onebit_sgd": OnebitSGD,
 }
 
 #: options under which a run of 16 steps crosses every phase change of its algorithm
@@ -34,7 +43,11 @@ CROSSING: dict[str, dict[str, Any]] = {
     # refreshes at t = 1, 2, 3, 5; gaps 1, 2 and 4 between synchronisations after step 6
     "zero_one_adam": {"freeze_step": 6, "_doubling": 2, "local_steps": LocalSteps(max_gap=4, double_every=2)},
     "binsgdm": {},
+    "onebit_sgd": {"momentum": 0.9},
 }
+
+#: those that exchange from the first step on
+NO_WARM_UP = ("binsgdm", "onebit_sgd")
 
 
 @dataclass(frozen=True)
@@ -75,6 +88,7 @@ class Problem(Run):
             "onebit_lamb": oracle.Lamb,
             "zero_one_adam": oracle.ZeroOneAdam,
             "binsgdm": oracle.BinSGDM,
+            "onebit_sgd": oracle.SGD,
         }
         settings = in_the_oracles_letters(self.algorithm, self.options)
         simulated = kinds[self.algorithm](self.start(), world, **{**settings, **differing})
@@ -92,6 +106,7 @@ LETTERS = {
     "freeze_step": "T_w",
     "denominator_floor": "phi",
     "beta": "b",
+    "momentum": "mu",
     "max_grad_norm": "max_norm",
 }
 #: the paper's rule in the oracle's letters

@@ -27,7 +27,7 @@ from lightning_onebit.lightning import (
     VarianceFreeze,
 )
 
-OPTIMIZERS = (ob.OnebitAdam, ob.OnebitLamb, ob.ZeroOneAdam, ob.BinSGDM)
+OPTIMIZERS = (ob.OnebitAdam, ob.OnebitLamb, ob.ZeroOneAdam, ob.BinSGDM, ob.OnebitSGD)
 GROUPS = (ob.ExchangeOptions, ob.LambCoefficients, ob.LocalSteps)
 CALLBACKS = (CompressionStats, DivergenceGuard, LinkProbe, ReplicaConsistency, VarianceFreeze)
 

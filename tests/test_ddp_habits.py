@@ -204,11 +204,11 @@ def test_who_looks_for_the_wrapper_of_ddp_is_told_what_replaces_it(attribute: st
         assert remedy in text if remedy else "DistributedDataParallel" not in text
 
 
-def test_users_of_sgd_are_told_that_there_is_none_and_how_to_train_it_uncompressed() -> None:
+def test_users_of_sgd_are_told_of_1_bit_sgd_and_how_to_train_it_uncompressed() -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    with pytest.raises(Exception, match=r'there is no 1-bit SGD yet.*other_optimizers="dense"'):
+    with pytest.raises(Exception, match=r'strategy="onebit_sgd".*other_optimizers="dense"'):
         strategy_class()()._maker.adopt(optimizer, [])
-    with pytest.raises(TypeError, match=r'there is no 1-bit SGD yet.*other_optimizers="dense"'):
+    with pytest.raises(TypeError, match=r'strategy="onebit_sgd".*other_optimizers="dense"'):
         fabric_class()().setup_optimizer(optimizer)
 
 

@@ -279,6 +279,7 @@ def assert_carried_over(before: list[dict[str, Any]], after: list[dict[str, Any]
         ("onebit_adam", (4, None), (4, 2)),
         ("zero_one_adam", (4, 2), (4, None)),
         ("binsgdm", (3, None), (4, 2)),
+        ("onebit_sgd", (3, None), (2, None)),
     ],
 )
 def test_another_world_goes_on_from_the_same_residuals(
@@ -296,7 +297,7 @@ def in_smaller_buckets(rank: int, world: int, algorithm: str, ckpt_path: str) ->
     return elastic_rank(rank, world, algorithm, None, 11, ckpt_path, None, bucket_mb=0.0005)
 
 
-@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm"])
+@pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm", "onebit_sgd"])
 def test_other_buckets_go_on_exactly(algorithm: str, tmp_path: Path) -> None:
     """As where a run that was saved on CPUs is resumed on CUDA devices, whose buckets are larger by default."""
     path = str(tmp_path / "x.ckpt")

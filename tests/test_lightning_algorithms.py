@@ -36,6 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "onebit_lamb": {"freeze_step": 2, "trust_clip": (0.01, 0.3)},
     "zero_one_adam": LOCAL,
     "binsgdm": {"recipe": "published", "seed": 3},
+    "onebit_sgd": {},
 }
 
 
@@ -96,7 +97,7 @@ def test_every_algorithm_trains_replicas_that_everybody_sees_equal(
         assert result["different"] == []
         assert result["steps"] == 11 and result["finite"] and result["moved"] > 1e-3
         assert result["compressed"] >= 7 and result["sent"] > 0
-        assert (result["dense"] > 0) == (algorithm != "binsgdm")
+        assert (result["dense"] > 0) == (algorithm not in ("binsgdm", "onebit_sgd"))
         assert (result["intra"] > 0) == (ranks_per_node is not None)
 
 
@@ -534,7 +535,7 @@ def test_names_and_aliases_are_listed_and_registered() -> None:
     names = ob.available_strategies()
     from lightning.pytorch.strategies import StrategyRegistry
 
-    for name in ("onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm", "birder"):
+    for name in ("onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm", "birder", "onebit_sgd"):
         for suffix in ("", "_spawn", "_fork", "_notebook"):
             assert name + suffix in names and name + suffix in StrategyRegistry
 

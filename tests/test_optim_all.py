@@ -1,4 +1,4 @@
-"""What all four optimizers promise alike: missing gradients, cold coordinates, dense groups, 16 bits, and runs that are interrupted."""
+"""What all optimizers promise alike: missing gradients, cold coordinates, dense groups, 16 bits, and runs that are interrupted."""
 
 # ruff: noqa: E741  l is the letter of a parameter tensor
 from __future__ import annotations
@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from optim_support import (
     CLASSES,
     CROSSING,
+    NO_WARM_UP,
     SMALL,
     Problem,
     close,
@@ -44,10 +45,12 @@ from lightning_onebit.kernels import KernelsUnavailable, get_backend
 
 ALGORITHMS = list(CLASSES)
 ADAM_LIKE = ALGORITHMS[:3]
-# 1-bit LAMB has its published rule alone
+# 1-bit LAMB and 1-bit SGD have one rule each
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     **{algorithm: (algorithm, {}) for algorithm in ALGORITHMS},
-    **{f"{a}, as published": (a, {"recipe": "published"}) for a in ALGORITHMS if a != "onebit_lamb"},
+    **{
+        f"{a}, as published": (a, {"recipe": "published"}) for a in ALGORITHMS if a not in ("onebit_lamb", "onebit_sgd")
+    },
 }
 STEPS = 16
 
@@ -558,7 +561,7 @@ def test_what_is_written_into_16_bit_parameters_is_not_undone(algorithm: str) ->
     def run(group: Any, rank: int, world: int, written: bool) -> list[Tensor]:
         draw = torch.Generator().manual_seed(3)
         params = [torch.nn.Parameter(torch.randn(100, generator=draw).bfloat16()) for _ in range(2)]
-        options = {} if algorithm == "binsgdm" else {"freeze_step": 3}
+        options = {} if algorithm in NO_WARM_UP else {"freeze_step": 3}
         optimizer = CLASSES[algorithm](params, lr=1e-3, **grouped(options, block_size=32, process_group=group))
         mine = torch.Generator().manual_seed(100 + rank)
         for t in range(6):
@@ -642,13 +645,13 @@ def test_state_is_fp32_whatever_torchs_default_dtype(algorithm: str, rule: dict[
 def test_clipping_takes_the_scale_out_of_gradients(algorithm: str) -> None:
     """In all phases: weights and momenta are those of gradients 1024 times as small."""
     options = {"max_grad_norm": 0.5, "weight_decay": 0.0}
-    if algorithm != "binsgdm":
+    if algorithm in ADAM_LIKE:
         options["eps"] = 1e-12
     ones, thousands = (run_world(train, 2, problem(algorithm, options, scale=s)) for s in (1.0, 1024.0))
     for a, b in zip(ones, thousands, strict=True):
         for x, y in zip(a["x"], b["x"], strict=True):
             torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
-        for key in set(a["residuals"]) & {"momentum", "magnitude", "worker_residual"}:
+        for key in set(a["residuals"]) & {"momentum", "magnitude", "momentum_buffer", "worker_residual"}:
             torch.testing.assert_close(a["residuals"][key], b["residuals"][key], rtol=1e-3, atol=1e-6)
 
 
@@ -662,6 +665,7 @@ LONG: dict[str, tuple[dict[str, Any], int]] = {
     # refreshes at 1 to 17 and 19, and at 35, 51, ..., 195; gap 1, then 2 from step 31 on, then 4 from step 41 on
     "zero_one_adam": ({"freeze_step": 20, "local_steps": LocalSteps(max_gap=4, double_every=10)}, 29),
     "binsgdm": ({}, 0),
+    "onebit_sgd": ({"momentum": 0.9}, 0),
 }
 
 
@@ -1121,7 +1125,7 @@ def test_whatever_happens_replicas_agree_and_nothing_explodes(algorithm: str, da
         "bucket_mb": data.draw(st.sampled_from([0.0005, 0.0012, 16.0]), label="bucket_mb"),
         "_alone": data.draw(st.booleans(), label="alone"),
     }
-    if algorithm != "binsgdm":
+    if algorithm in ADAM_LIKE:
         # one step of warm-up leaves second moments that say little: the floor must still hold
         options["denominator_floor"] = 0.1
     made = problem(algorithm, options, steps=steps, missing=missing, broken=broken, lrs=lrs)

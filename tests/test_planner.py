@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_support import CLASSES
+from optim_support import CLASSES, NO_WARM_UP
 
 from lightning_onebit import _text
 from lightning_onebit._text import format_bits, format_seconds
@@ -231,7 +231,7 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
             share = {"onebit_adam": 0.281, "onebit_lamb": 0.25}[p.name]  # 1-bit Adam has 31 refreshes besides
             assert p.dense_share == share
             assert p.mean_seconds == pytest.approx(share * p.dense_seconds + (1 - share) * p.step_seconds)
-        if p.name == "binsgdm":
+        if p.name in NO_WARM_UP:
             assert p.dense_share == 0.0 and p.mean_seconds == pytest.approx(p.step_seconds, rel=0.01)
     # 0/1 Adam with the constants of its paper, and 58 refreshes after the freeze: 211 dense rounds, 74,169 one-bit ones
     job = replace(BERT, steps=152_511, warmup=12_500 / 152_511, local_steps=LocalSteps(double_every=32_678))
@@ -283,7 +283,7 @@ def test_rounds_of_0_1_adam_are_counted_as_the_optimizer_makes_them(refresh: str
 @pytest.mark.parametrize("algorithm", list(CLASSES))
 def test_short_runs_are_counted_as_the_optimizers_make_them(algorithm: str, warmup: float, steps: int) -> None:
     """Whatever the share rounds to, the first step of a run with a warm-up is dense: there is no freeze_step of 0."""
-    schedule = {} if algorithm == "binsgdm" else {"freeze_step": max(1, round(warmup * steps))}
+    schedule = {} if algorithm in NO_WARM_UP else {"freeze_step": max(1, round(warmup * steps))}
     p = torch.nn.Parameter(torch.zeros(40))
     optimizer = CLASSES[algorithm]([p], exchange=ExchangeOptions(_alone=True, block_size=32), **schedule)
     for _ in range(steps):
@@ -291,7 +291,7 @@ def test_short_runs_are_counted_as_the_optimizers_make_them(algorithm: str, warm
         optimizer.step()
     found = predict(NETWORK, replace(BERT, steps=steps, warmup=warmup), algorithm)
     assert found.dense_share == optimizer.ledger.dense_steps / steps
-    assert (found.dense_share >= 1 / steps) is (algorithm != "binsgdm")
+    assert (found.dense_share >= 1 / steps) is (algorithm not in NO_WARM_UP)
 
 
 def test_a_run_that_is_all_warm_up_is_a_dense_run() -> None:
@@ -446,7 +446,7 @@ def test_every_algorithm_and_layout_has_a_row_and_json_holds_them_all() -> None:
     for p in report.predictions:
         assert p.title in report.table()
     facts = json.loads(json.dumps(report.as_dict()))
-    assert len(facts["predictions"]) == 10 and facts["helps"] is True and facts["break_even_bandwidth"] > 4.1e9
+    assert len(facts["predictions"]) == 12 and facts["helps"] is True and facts["break_even_bandwidth"] > 4.1e9
     flat_only = plan(replace(NETWORK, gpus_per_node=1), BERT, "birder")
     assert [p.name for p in flat_only.predictions] == [*DENSE, "binsgdm"]
 
@@ -557,8 +557,16 @@ def test_unknown_methods_and_no_methods_are_refused() -> None:
 @pytest.mark.parametrize(
     ("option", "without", "owners"),
     [
-        ({"overlap": "backward"}, ("zero_one_adam", "binsgdm"), "'onebit_adam' and 'onebit_lamb' have it"),
-        ({"local_steps": LocalSteps(max_gap=8)}, ("onebit_adam", "onebit_lamb", "binsgdm"), "'zero_one_adam' has it"),
+        (
+            {"overlap": "backward"},
+            ("zero_one_adam", "binsgdm", "onebit_sgd"),
+            "'onebit_adam' and 'onebit_lamb' have it",
+        ),
+        (
+            {"local_steps": LocalSteps(max_gap=8)},
+            ("onebit_adam", "onebit_lamb", "binsgdm", "onebit_sgd"),
+            "'zero_one_adam' has it",
+        ),
     ],
 )
 def test_an_option_without_effect_is_refused(option: dict[str, Any], without: tuple[str, ...], owners: str) -> None:

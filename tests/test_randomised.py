@@ -18,7 +18,7 @@ import torch
 from harness import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from optim_support import CLASSES, equal, snapshot
+from optim_support import CLASSES, NO_WARM_UP, equal, snapshot
 
 from lightning_onebit.algorithms import LocalSteps, zero_one_adam
 from lightning_onebit.comm import SimulatedWorld
@@ -109,15 +109,15 @@ def scripts(draw: Any, algorithm: str) -> Script:
         "max_grad_norm": draw(st.sampled_from([None, None, 1.0])),
     }
     freeze = draw(st.one_of(st.none(), early))
-    if algorithm != "onebit_lamb":
+    if algorithm not in ("onebit_lamb", "onebit_sgd"):
         options["recipe"] = draw(st.sampled_from(["default", "published"]))
-    if algorithm != "binsgdm":
+    if algorithm not in NO_WARM_UP:
         # short warm-ups leave second moments that say little: the floor must hold
         options |= {"denominator_floor": 0.1, "bias_correction": draw(st.booleans())}
         options |= {"state_dtype": draw(st.sampled_from(["float32", "float32", "bfloat16"]))}
         if freeze is None:
             options["freeze_step"] = draw(st.one_of(st.none(), early.map(lambda step: step + 1)))
-    else:
+    elif algorithm == "binsgdm":
         options["seed"] = draw(st.integers(0, 3))
     if algorithm in ("onebit_adam", "zero_one_adam"):
         published = options["recipe"] == "published"
@@ -138,7 +138,7 @@ def scripts(draw: Any, algorithm: str) -> Script:
         missing=draw(events),
         broken=frozenset(e for e in draw(events) if e[1] >= 0),
         micro=tuple(draw(st.lists(st.integers(1, 3), min_size=STEPS, max_size=STEPS))),
-        freeze=freeze if algorithm != "binsgdm" else None,
+        freeze=freeze if algorithm not in NO_WARM_UP else None,
         thaw=draw(st.one_of(st.none(), steps)) if algorithm in ("onebit_adam", "onebit_lamb") else None,
         cuts=draw(st.frozensets(st.integers(0, STEPS - 2), max_size=3)),
         seed=draw(st.integers(0, 2**20)),

@@ -41,6 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     # (with early_refreshes) refreshes at steps 1, 2, 4, a one-bit round at 3; then synchronisations at 5, 9, 13
     "zero_one_adam": {"freeze_step": 4, "local_steps": ob.LocalSteps(max_gap=4, double_every=1)},
     "binsgdm": {"recipe": "published", "seed": 3},
+    "onebit_sgd": {},
 }
 # in the warm-up (0/1 Adam: among its one-bit rounds), at the freeze, compressed (0/1 Adam: between local steps), and later
 CUTS = (3, 4, 6, 10)

@@ -26,6 +26,7 @@ SOON: dict[str, dict[str, Any]] = {
     "onebit_lamb": {"freeze_step": 1},
     "zero_one_adam": {"freeze_step": 1, "local_steps": LocalSteps(max_gap=1)},
     "binsgdm": {},
+    "onebit_sgd": {"momentum": 0.9},
 }
 OPERATIONS = (
     "gather",

@@ -231,7 +231,8 @@ def test_optimizer_state_reads_as_a_checkpoint_in_every_phase(name: str) -> None
     optimizer = build(algorithm, groups, _alone=True, **options)
     params = [p for group in groups for p in group["params"]]
     assert len(optimizer.state) == 0 and list(optimizer.state) == [] and optimizer.state[params[0]] == {}
-    moments = {"momentum", "magnitude"} if algorithm == "binsgdm" else {"exp_avg", "exp_avg_sq"}
+    own = {"binsgdm": {"momentum", "magnitude"}, "onebit_sgd": {"momentum_buffer"}}
+    moments = own.get(algorithm, {"exp_avg", "exp_avg_sq"})
     for t in range(STEPS):
         fill(params[:-1], t)
         optimizer.step()

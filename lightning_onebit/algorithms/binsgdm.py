@@ -61,7 +61,8 @@ class Binary(Rule):
 
     arenas: ClassVar[dict[str, str]] = {"m": "momentum", "a": "magnitude"}
     per_rank: ClassVar[bool] = True
-    reads_plain_adam: ClassVar[bool] = False
+    by_shard: ClassVar[bool] = True
+    reads_plain: ClassVar[str] = ""
     scales_tell: ClassVar[bool] = False  # there are none
     first_phase: ClassVar[Phase] = Phase.COMPRESSED
     fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step", "state_dtype": "float32"}

@@ -66,6 +66,11 @@ def new_share(p: Facts) -> float:
     return float((1.0 - p["betas"][0]) * p.grad_scale)
 
 
+def lr(p: Facts) -> float:
+    """``lr``."""
+    return float(p["lr"])
+
+
 def decay(p: Facts) -> float:
     """``1 - lr*wd``."""
     return float(1.0 - p["lr"] * p["weight_decay"])

@@ -57,7 +57,7 @@ class Arenas:
     Attributes:
         groups: the optimizer's parameter groups.
         names: arenas that the rule needs from the start (``"m"``, ``"v"``).
-        per_rank: whether these differ by rank, and lie on the rank's shard only in a hierarchical exchange.
+        by_shard: whether these are of the rank's shard only in a hierarchical exchange.
         numbers: fp64 ``(parameters,)`` on their device, by name: a number of each parameter that the rule keeps.
         unit: arena by which the momentum is multiplied while it travels, once there is such an arena; None: it travels as it is.
         flat: fp32 values (or bf16, of some) over all blocks, by name.
@@ -66,6 +66,7 @@ class Arenas:
         hidden: this rank's own weights of parameters that show others for a while.
         momentum: by bucket, as it travels: bits and scales, or an fp32 flat; empty while it is the arena ``"m"``.
         worker, server: the residuals of both sides; None before there is one.
+        units: by parameter, in units of what its residuals are (see ``Rule.residual_unit``).
         t: steps that each parameter has made.
         cold: parameters of which nothing is known yet that an exchange of theirs could go by.
         late: those that are averaged densely until they have learned: their steps when that began, and when it may end.
@@ -79,11 +80,11 @@ class Arenas:
         names: Sequence[str],
         numbers: Mapping[str, float],
         *,
-        per_rank: bool,
+        by_shard: bool,
         unit: str | None,
         phase: Phase,
     ) -> None:
-        self.exchange, self.names, self.per_rank, self.unit = exchange, tuple(names), per_rank, unit
+        self.exchange, self.names, self.by_shard, self.unit = exchange, tuple(names), by_shard, unit
         self._first_numbers = dict(numbers)
         self.groups: list[dict[str, Any]] = []
         self.parameter_names: Mapping[Tensor, str] = {}
@@ -104,6 +105,7 @@ class Arenas:
         self.momentum: list[Tensor | Packed] = []
         self.worker: Residual | None = None
         self.server: Residual | None = None
+        self.units: dict[int, float] = {}
         self.t: list[int] = []
         self.cold: set[int] = set()
         self.late: dict[int, tuple[int, int]] = {}
@@ -137,7 +139,7 @@ class Arenas:
     @property
     def sharded(self) -> bool:
         """Whether arenas hold this rank's shard only."""
-        return self.per_rank and self.layout.ranks.ranks_per_node > 1
+        return self.by_shard and self.layout.ranks.ranks_per_node > 1
 
     def _zeros(self, elements: int) -> Tensor:
         return torch.zeros(elements, dtype=torch.float32, device=self.layout.device)
@@ -146,7 +148,7 @@ class Arenas:
         """Makes all arenas anew, of zeros but for what is kept; without residuals."""
         self._layout = layout
         self.kernels = get_backend(self.exchange.kernels, layout.device)
-        size = layout.plan.elements // (layout.ranks.ranks_per_node if self.per_rank else 1)
+        size = layout.plan.elements // (layout.ranks.ranks_per_node if self.by_shard else 1)
         self.flat = {name: self._zeros(size) for name in self.names}
         self.momentum, self.worker, self.server = [], None, None
         self._keep(kept)

@@ -89,6 +89,7 @@ class OneBit(Codec):
         becomes_momentum: bool = True,
     ) -> None:
         super().__init__(step)
+        self._rescaled = step.rescaled_residuals()
         self._send, self._take, self._done, self._becomes_momentum = send, take, done, becomes_momentum
         self._taken: list[tuple[Part, Packed, Any]] = []
         self._workers: dict[int, tuple[Sent, Residual]] = {}
@@ -110,10 +111,18 @@ class OneBit(Codec):
             known = self._servers[bucket.index] = lengths, self.kept.server_residual(bucket)
         return known
 
+    def _rescale(self, bucket: Bucket, residual: Residual, blocks: tuple[int, int]) -> None:
+        """Brings what was held back of some blocks into this step's unit."""
+        if self._rescaled is not None:
+            factors = self._rescaled[bucket.index][slice(*blocks)]
+            residual.settled().view(len(factors), bucket.block_size).mul_(factors[:, None])
+
     def guarded(self, bucket: Bucket) -> Guarded:
-        """See the base: residuals."""
-        layout = self.kept.layout
+        """See the base: residuals, and what else is the rank's own."""
+        layout, rule = self.kept.layout, self.step.rule
+        names = rule.arenas if rule.per_rank else ()
         return [
+            *((bucket.slice(self.kept.flat[name]), (0, bucket.blocks)) for name in names),
             (self.kept.worker_residual(bucket), layout.shard(bucket)),
             (self.kept.server_residual(bucket), layout.chunk(bucket)),
         ]
@@ -134,6 +143,7 @@ class OneBit(Codec):
         if guard := self.protected.get(bucket.index):
             guard.save()
         sent, residual = self._worker(bucket)
+        self._rescale(bucket, residual, (lo, hi))
         g = shard if shard is not None else self.contribution(bucket)
         self.kept.kernels.compress(bucket, lo, hi, a=sent.a, m=sent.m, b=sent.b, g=g, e=residual, out=out, r=sent.r)
         return out.raw
@@ -144,6 +154,7 @@ class OneBit(Codec):
         rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
         out = self.kept.payload(bucket, 1)
         lengths, residual = self._server(bucket)
+        self._rescale(bucket, residual, self.kept.layout.chunk(bucket))
         self.kept.kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes)
         return out.raw.view(-1)
 

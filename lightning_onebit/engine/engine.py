@@ -373,7 +373,8 @@ class Engine:
             self.early.remove_hooks()
         elif self.compresses:
             self.rule.enter_compressed()
-            kept.hold_by_bucket()
+            if not self.rule.per_rank:
+                kept.hold_by_bucket()
             kept.allocate_residuals()
         else:
             return
@@ -418,6 +419,8 @@ class Engine:
                 for name in kept.names:
                     kept.moment(name, i).zero_()
                 kept.t[i] = 0
+                if kept.worker is not None and i not in kept.own:
+                    kept.clear_residuals(i)
             kept.reset_numbers()
             rule.restarted()
             self.late.start_over()

@@ -18,18 +18,15 @@ from torch import Tensor
 
 from lightning_onebit.comm.exchange import chunk_order
 
-# how a rank's tensor lies over the blocks, by its name in ``OnebitOptimizer.residual_state_dict()``
-_WORKER, _SERVER, _WHOLE = "worker", "server", "whole"
+# how a rank's tensor lies over the blocks, by its name in ``OnebitOptimizer.residual_state_dict()``; a rule's own say it there ("arenas")
+WORKER, SERVER, WHOLE = "worker", "server", "whole"
 _KINDS = {
-    "worker_residual": _WORKER,
-    "server_residual": _SERVER,
-    # BinSGDM's moments
-    "momentum": _WORKER,
-    "magnitude": _WORKER,
+    "worker_residual": WORKER,
+    "server_residual": SERVER,
     # between local steps of 0/1 Adam
-    "local_momentum": _WHOLE,
-    "local_update": _WHOLE,
-    "local_weights": _WHOLE,
+    "local_momentum": WHOLE,
+    "local_update": WHOLE,
+    "local_weights": WHOLE,
 }
 # what a rank has done alone since the last synchronisation means nothing in another world: training goes on from the shared model
 _DROPPED = frozenset({"local_update", "local_weights"})
@@ -60,7 +57,7 @@ class Redistribution:
 
     The server residual is one vector over all blocks and is cut anew exactly. Of the worker residual only the mean over ranks
     enters the exchange: every rank gets that mean, so the mean stays what it was (to fp32 rounding). Moments that differ by rank
-    (BinSGDM's m and a, 0/1 Adam's m between synchronisations) are averaged likewise; local steps since the last
+    (BinSGDM's m and a, 1-bit SGD's m, 0/1 Adam's m between synchronisations) are averaged likewise; local steps since the last
     synchronisation are dropped.
 
     Where ranks and nodes are as many as they were and only buckets are others (``bucket_mb``, or its default on another kind of device),
@@ -95,18 +92,18 @@ class Redistribution:
                     + remedy(key, saved)
                 )
         size, size_per_node, rank = theirs["world_size"], theirs["ranks_per_node"], theirs["rank"]
-        shares = {_WORKER: size_per_node / size, _SERVER: 1.0, _WHOLE: 1.0 / size}
+        shares = {WORKER: size_per_node / size, SERVER: 1.0, WHOLE: 1.0 / size}
         same = (size, size_per_node) == (self._mine["world_size"], self._mine["ranks_per_node"])
         if same:
             own = self._mine["rank"]
-            shares |= {_WORKER: float(rank // size_per_node == own // size_per_node), _WHOLE: float(rank == own)}
+            shares |= {WORKER: float(rank // size_per_node == own // size_per_node), WHOLE: float(rank == own)}
         for name, tensor in theirs["tensors"].items():
             if name in _DROPPED and not same:
                 self.dropped.add(name)
                 continue
-            if name not in _KINDS:
+            kind = {**_KINDS, **theirs.get("arenas", {})}.get(name)
+            if kind is None:
                 raise ValueError(f"state {name!r} of a rank is unknown to this release and cannot be redistributed")
-            kind = _KINDS[name]
             if name not in self._tensors:
                 blocks = sum(r.blocks for r in _runs(self._mine, kind))
                 self._tensors[name] = torch.zeros(blocks * self._block_size, dtype=torch.float32)
@@ -132,9 +129,9 @@ def _runs(layout: Mapping[str, Any], kind: str) -> list[_Run]:
     """Which blocks a rank's flat tensor holds, one run per bucket, in the tensor's order."""
     size, size_per_node, rank = layout["world_size"], layout["ranks_per_node"], layout["rank"]
     parts, part = {
-        _WORKER: (size_per_node, rank % size_per_node),
-        _SERVER: (size, chunk_order(size, size_per_node)[rank]),
-        _WHOLE: (1, 0),
+        WORKER: (size_per_node, rank % size_per_node),
+        SERVER: (size, chunk_order(size, size_per_node)[rank]),
+        WHOLE: (1, 0),
     }[kind]
     runs, first, left = [], 0, _blocks_by_segment(layout)
     for blocks in layout["bucket_blocks"]:

@@ -13,7 +13,7 @@ from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.kernels import Packed
 
 if TYPE_CHECKING:
-    from lightning_onebit.engine.step import Group, Part, Step
+    from lightning_onebit.engine.step import Facts, Group, Part, Step
 
 #: the state of each parameter in a checkpoint, by its index
 Saved: TypeAlias = Mapping[int, Mapping[str, Tensor]]
@@ -67,10 +67,15 @@ class Rule:
     later_arenas: ClassVar[dict[str, str]] = {}
     #: numbers of each parameter: name (in checkpoints too) -> first value
     numbers: ClassVar[dict[str, float]] = {}
-    #: whether arenas differ by rank
+    #: whether arenas differ by rank: they are saved beside residuals, and a resize gives every rank the mean
     per_rank: ClassVar[bool] = False
-    #: whether the state of torch.optim.Adam(W) is a valid start
-    reads_plain_adam: ClassVar[bool] = True
+    #: whether such arenas are of the rank's shard only in a hierarchical exchange, in which a node's gradients are averaged first
+    by_shard: ClassVar[bool] = False
+    #: number of a parameter in whose units residuals are: where it changes they enter as (before/now) * residual, and where it is 0 the
+    #: parameter takes no part in the exchange; None: no such number
+    residual_unit: ClassVar[Callable[[Facts], float] | None] = None
+    #: what the state of a plain optimizer has, for each parameter, where it is a valid start (torch.optim.Adam's); "": none is
+    reads_plain: ClassVar[str] = "exp_avg_sq"
     #: whether a non-finite gradient of any rank shows in the scales that all ranks receive, in the same step
     scales_tell: ClassVar[bool] = True
     #: whether it begins with a stage in which all steps are dense, to which it can go back
@@ -88,7 +93,7 @@ class Rule:
             exchange,
             tuple(self.arenas),
             self.numbers,
-            per_rank=self.per_rank,
+            by_shard=self.by_shard,
             unit=self.unit,
             phase=self.first_phase,
         )
@@ -139,7 +144,7 @@ class Rule:
 
     def codec(self, step: Step) -> Codec:
         """What travels in an exchange."""
-        return OneBit(step, self.send, self.take, self.finish)
+        return OneBit(step, self.send, self.take, self.finish, becomes_momentum=not self.per_rank)
 
     def made(self) -> None:
         """Called after every real step."""
@@ -167,7 +172,7 @@ class Rule:
 
     def takes_new_parameters(self) -> bool:
         """Whether all blocks may be dealt anew for parameters that join; others are given blocks behind those there are."""
-        return self.kept.phase is Phase.WARMUP
+        return self.kept.phase is Phase.WARMUP or self.per_rank
 
     def keeps_of(self, index: int) -> dict[str, Tensor]:
         """What else a parameter keeps where blocks are dealt anew."""
@@ -187,6 +192,8 @@ class Rule:
             in_use: there were residuals, which are gone.
             grew: parameters have joined.
         """
+        if self.first_phase is not Phase.WARMUP and self.kept.compresses:
+            self.kept.allocate_residuals()
 
     def joined(self, indices: Sequence[int]) -> None:
         """Called when parameters have been given blocks behind those there were."""
@@ -248,6 +255,8 @@ class Rule:
     def saved(self) -> Iterator[tuple[str, Tensor]]:
         """(name in a checkpoint, flat over all blocks) of replicated state, one at a time so that only one temporary exists."""
         kept = self.kept
+        if self.per_rank:
+            return
         yield self.arenas["m"], kept.momentum_flat()
         for name, key in {**self.arenas, **self.later_arenas}.items():
             if name != "m" and name in kept.flat:

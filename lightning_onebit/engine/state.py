@@ -16,7 +16,7 @@ from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.engine.agreement import Agreement
 from lightning_onebit.engine.arenas import Arenas, Phase
 from lightning_onebit.engine.compact import expanded
-from lightning_onebit.engine.redistribute import remedy
+from lightning_onebit.engine.redistribute import WHOLE, WORKER, remedy
 
 if TYPE_CHECKING:
     from lightning_onebit.engine.optimizer import OnebitOptimizer
@@ -120,6 +120,7 @@ def books(optimizer: OnebitOptimizer) -> dict[str, Any]:
         # in the order of their blocks, where some have joined after the freeze
         **({"segments": segments} if len(segments) > 1 else {}),
         **({"late": dict(kept.late)} if kept.late else {}),
+        **({"units": dict(kept.units)} if kept.units else {}),
         **{name: values.tolist() for name, values in kept.numbers.items()},
         **optimizer._engine.rule.books(),
     }
@@ -164,8 +165,6 @@ def _check_books(optimizer: OnebitOptimizer, saved: dict[str, Any] | None) -> No
     """Raises where a state is not one of this algorithm."""
     name = type(optimizer).__name__
     if saved is None:
-        if not optimizer._engine.rule.reads_plain_adam:
-            raise ValueError(f"{name} cannot continue from the state of a plain optimizer; load the weights only")
         return
     if saved["version"] > STATE_VERSION:
         raise ValueError(
@@ -192,6 +191,18 @@ def _check_books(optimizer: OnebitOptimizer, saved: dict[str, Any] | None) -> No
         raise ValueError(
             f"optimizer state knows parameter {strange[0]}, this optimizer has {count}; load a complete state_dict() of {name}"
         )
+
+
+def _of_plain(optimizer: OnebitOptimizer, saved: dict[int, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """The state of a plain optimizer, by index; raises where the algorithm cannot go on from it."""
+    wanted, name = optimizer._engine.rule.reads_plain, type(optimizer).__name__
+    if not wanted:
+        raise ValueError(f"{name} cannot continue from the state of a plain optimizer; load the weights only")
+    if saved and not any(wanted in state for state in saved.values()):
+        raise ValueError(f"{name} cannot continue from an optimizer state without {wanted!r}; load the weights only")
+    # torch.optim.SGD counts no steps, and has None for a momentum that it does not keep
+    counted = {i: {"step": torch.ones(()), **s} if s.keys() == {"momentum_buffer"} else s for i, s in saved.items()}
+    return {i: state for i, state in counted.items() if state.get(wanted, 0) is not None}
 
 
 def _check_groups(optimizer: OnebitOptimizer, saved: list[dict[str, Any]]) -> None:
@@ -282,6 +293,8 @@ def unpack(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
     _check_groups(optimizer, state_dict["param_groups"])
     order = [i for g in state_dict["param_groups"] for i in g["params"]]
     saved = {new: state_dict["state"][old] for new, old in enumerate(order) if old in state_dict["state"]}
+    if known is None:
+        saved = _of_plain(optimizer, saved)
     _check_saved(optimizer, saved)
     _check_complete(optimizer, saved, known)
     with optimizer._engine.changing("load_state_dict()", anew=True):
@@ -333,10 +346,11 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
             there = kept.own.get(i, kept.flat if i in kept.layout.slot_of else {})
             if key in state and name in there:
                 kept.moment(name, i).copy_(state[key])
+    kept.units = dict(known.get("units", {}))
     for name, values in kept.numbers.items():
         numbers = known.get(name, [])  # parameters that have joined since have none
         values[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
-    phase = Phase(known.get("phase", Phase.WARMUP))
+    phase = Phase(known.get("phase", rule.first_phase))
     rule.load(phase, known, saved, engine.enter_loaded)
     lost = any("reciprocal_denominator" in state for state in saved.values())
     if not known and lost and kept.phase is Phase.WARMUP:
@@ -372,7 +386,7 @@ def rank_state(optimizer: OnebitOptimizer) -> dict[str, Any]:
 
 
 def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
-    kept = optimizer._engine.kept
+    kept, rule = optimizer._engine.kept, optimizer._engine.rule
     layout = kept.layout if kept.laid_out else None
     # what the state is cut for, which outlives the connection
     ranks = layout.ranks if layout is not None else optimizer.topology
@@ -392,7 +406,11 @@ def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
         # blocks are cut in memory order
         "strides": [[stride for stride, size in zip(p.stride(), p.shape, strict=True) if size != 1] for p in slots],
         "bucket_blocks": [bucket.blocks for bucket in layout.buckets] if layout is not None else [],
-        **optimizer._engine.rule.rank_layout(),
+        # how tensors of the rule lie over the blocks
+        **(
+            {"arenas": dict.fromkeys(rule.arenas.values(), WORKER if rule.by_shard else WHOLE)} if rule.per_rank else {}
+        ),
+        **rule.rank_layout(),
     }
 
 

@@ -316,7 +316,8 @@ class Step:
         """Exchanges all buckets that hold an active parameter; the others' parameters stay as they are."""
         codec = codec or self.rule.codec(self)
         assert self.link.exchange is not None
-        active = [self.active[i] for i in self.kept.layout.slots]
+        units = self._residual_units()
+        active = [self.active[i] and units.get(i) != 0.0 for i in self.kept.layout.slots]
         idle = {slot for slot, takes_part in enumerate(active) if not takes_part}
         buckets = [b for b in self.kept.layout.buckets if not b.params <= idle]
         codec.protect(buckets, active)
@@ -325,8 +326,20 @@ class Step:
             codec.look_up(bucket)
         self.link.exchange.run(buckets, codec)
         codec.end()
+        self.kept.units |= {i: unit for i, unit in units.items() if self.active[i] and unit}
         self.forget_numbers()
         self.scales.check(codec.arrived, self.kept.steps + 1, trusted=self.trusted)
+
+    def _residual_units(self) -> dict[int, float]:
+        """By exchanged parameter, in units of what its residuals are after this step; empty: of nothing that changes."""
+        unit = self.rule.residual_unit
+        return {} if unit is None else dict(zip(self.kept.layout.slots, self.by_slot(unit), strict=True))
+
+    def rescaled_residuals(self) -> Sequence[Tensor] | None:
+        """By bucket, fp32 ``(blocks,)``: factors that bring residuals into this step's units; None: all are 1."""
+        before = self.kept.units
+        factors = [before.get(i, unit) / unit if unit else 1.0 for i, unit in self._residual_units().items()]
+        return self._by_bucket(self.spread(factors)) if set(factors) - {1.0} else None
 
     # ----- what is looked up once --------------------------------------------------------------------------------------
 
@@ -391,9 +404,11 @@ class Step:
                 values = [number(p) for p in examples]
                 rows.append(self.spread(values if len(values) == 1 else [values[k] for k in place]))
             table = rows[0] if len(rows) == 1 else torch.stack(rows)
-            parts = table.split([b.blocks for b in self.kept.layout.buckets], dim=-1)
-            tables = self._tables[numbers] = [part.contiguous() for part in parts]
+            tables = self._tables[numbers] = self._by_bucket(table)
         return tables
+
+    def _by_bucket(self, table: Tensor) -> Sequence[Tensor]:
+        return [part.contiguous() for part in table.split([b.blocks for b in self.kept.layout.buckets], dim=-1)]
 
     def spread(self, values: Sequence[float]) -> Tensor:
         """fp32 ``(blocks,)``, over all buckets, from a value per slot (or one for all)."""

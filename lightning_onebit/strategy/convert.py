@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from lightning_onebit.engine.layout import TRAINABLE_DTYPES
 from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import UNSUPPORTED
+from lightning_onebit.strategy.registry import ALGORITHMS
 
 # the tables of hooks that every optimizer of torch has
 _HOOKS = [
@@ -36,8 +37,9 @@ def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
         where = f" in parameter group {index}" if len(optimizer.param_groups) > 1 else ""
         # torch < 2.6 has no such key; AdamW is always decoupled
         decoupled = group.get("decoupled_weight_decay") or isinstance(optimizer, torch.optim.AdamW)
+        coupled = isinstance(optimizer, torch.optim.Adam) and not decoupled
         for name, reason in OBSTACLES.items():
-            if group.get(name) and not (name == "weight_decay" and decoupled):
+            if group.get(name) and (name != "weight_decay" or coupled):
                 return f"{name}={group[name]!r}{where} {reason}"
         for name in optimizer.defaults:
             values = group[name] if isinstance(group[name], tuple | list) else [group[name]]
@@ -48,7 +50,10 @@ def obstacle(optimizer: torch.optim.Optimizer) -> str | None:
 
 def no_counterpart(optimizer: torch.optim.Optimizer) -> str:
     """Why an optimizer is none that could be converted."""
-    return "there is no 1-bit SGD yet" if isinstance(optimizer, torch.optim.SGD) else "it has no compressed counterpart"
+    for algorithm in ALGORITHMS.values():
+        if type(optimizer) in algorithm.converts:
+            return f'its compressed counterpart is that of `strategy="{algorithm.name}"`'
+    return "it has no compressed counterpart"
 
 
 def untrainable(optimizer: torch.optim.Optimizer) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, OnebitSGD, ZeroOneAdam
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
 from lightning_onebit.engine.options import as_parameters
 
@@ -93,6 +93,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         Algorithm("onebit_lamb", "1-bit LAMB", OnebitLamb),
         Algorithm("zero_one_adam", "0/1 Adam", ZeroOneAdam, converts=(torch.optim.Adam, torch.optim.AdamW)),
         Algorithm("binsgdm", "BinSGDM", BinSGDM, warm_up=False, aliases=("birder",)),
+        Algorithm("onebit_sgd", "1-bit SGD", OnebitSGD, converts=(torch.optim.SGD,), warm_up=False),
     )
 }
 
@@ -160,6 +161,11 @@ def option_parameters() -> dict[str, inspect.Parameter]:
             kinds[parameter.name] = parameter.annotation | kinds.get(parameter.name)
     by_keyword = inspect.Parameter.KEYWORD_ONLY
     return {name: inspect.Parameter(name, by_keyword, default=None, annotation=kind) for name, kind in kinds.items()}
+
+
+def algorithm_names() -> tuple[str, ...]:
+    """The names and aliases of all algorithms."""
+    return tuple(_by_name())
 
 
 def _by_name() -> dict[str, Algorithm]:

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, Literal, get_type_hints
 
 import torch
 from torch import Tensor
@@ -39,7 +39,12 @@ from lightning_onebit.strategy.checkpoint import Checkpoints
 from lightning_onebit.strategy.keywords import DDP_KEYWORDS, explain_missing_wrapper, heed_ddp_keywords
 from lightning_onebit.strategy.optimizers import DefaultFreeze, OptimizerMaker
 from lightning_onebit.strategy.ranks import Groups, connected, disconnected_at_exit
-from lightning_onebit.strategy.registry import find_algorithm, option_parameters, when_algorithms_change
+from lightning_onebit.strategy.registry import (
+    algorithm_names,
+    find_algorithm,
+    option_parameters,
+    when_algorithms_change,
+)
 from lightning_onebit.strategy.shards import own_storage
 from lightning_onebit.strategy.trees import BOUND_MODULES, PACKAGES, tree_of
 
@@ -68,15 +73,15 @@ class OnebitMixin(Adapter):
     asks for it (overlapped with backward), and lets the optimizer's ``step()`` do the compressed exchange afterwards.
 
     ``configure_optimizers`` returns an optimizer of this package, best made by ``self.trainer.strategy.optimizer(params, lr=...)``,
-    which knows the strategy's options. A plain ``torch.optim.Adam`` or ``AdamW`` is converted. Where nothing says when the dense
-    warm-up ends, ``VarianceFreeze()`` is added. Arguments that are not named below are those of Lightning's
+    which knows the strategy's options. A plain ``torch.optim.Adam`` or ``AdamW`` is converted, under ``"onebit_sgd"`` an ``SGD``. Where
+    nothing says when the dense warm-up ends, ``VarianceFreeze()`` is added. Arguments that are not named below are those of Lightning's
     ``DDPStrategy``.
 
     Args:
-        algorithm: ``"onebit_adam"``, ``"onebit_lamb"``, ``"zero_one_adam"`` or ``"binsgdm"`` (alias ``"birder"``).
+        algorithm: ``"onebit_adam"``, ``"onebit_lamb"``, ``"zero_one_adam"``, ``"binsgdm"`` (alias ``"birder"``) or ``"onebit_sgd"``.
         timeout: bound of every wait for other ranks. A smaller ``timeout`` of an optimizer (seconds) counts for its exchange.
         other_optimizers: ``"error"`` refuses optimizers that cannot be compressed; ``"dense"`` trains them exactly as DDP would.
-        convert_optimizers: whether a plain Adam or AdamW becomes the algorithm's optimizer.
+        convert_optimizers: whether a plain Adam, AdamW or SGD becomes the algorithm's optimizer.
         broadcast_buffers: whether buffers follow rank 0's during training, as with DDP.
         overlap_dense: whether dense averaging overlaps with backward; False for models that run a parameter's backward hooks more
             than once in a backward (re-entrant activation checkpointing). It begins after backward where the module has a
@@ -534,7 +539,7 @@ def _show_options() -> None:
     """Lets ``help()`` and LightningCLI see the options of all algorithms, and DDP's keywords, as keywords of the strategy."""
     init: Any = OnebitMixin.__init__
     vars(init).pop("__signature__", None)
-    kinds = get_type_hints(init)
+    kinds = {**get_type_hints(init), "algorithm": Literal[algorithm_names()]}
     own = [p.replace(annotation=kinds.get(n, p.annotation)) for n, p in inspect.signature(init).parameters.items()]
     by_keyword = inspect.Parameter.KEYWORD_ONLY
     ddp = [inspect.Parameter(name, by_keyword, default=None, annotation=Any) for name in DDP_KEYWORDS]

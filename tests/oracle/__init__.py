@@ -9,9 +9,11 @@ from oracle.adam import Adam
 from oracle.binsgdm import BinSGDM
 from oracle.blocks import Exchange, blocks, compress
 from oracle.lamb import Lamb
+from oracle.sgd import SGD
 from oracle.zero_one_adam import SyncPolicy, VariancePolicy, ZeroOneAdam
 
 __all__ = [
+    "SGD",
     "Adam",
     "BinSGDM",
     "Exchange",
