@@ -14,13 +14,7 @@ from torch import Tensor
 from lightning_onebit.algorithms.local_steps import Local
 from lightning_onebit.algorithms.moments import beta1, decay, new_share
 from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshingOptimizer, RefreshOptions
-from lightning_onebit.algorithms.schedules import (
-    LOCAL_STEPS,
-    LocalSteps,
-    SyncPolicy,
-    make_sync_policy,
-    replay_schedule,
-)
+from lightning_onebit.algorithms.schedules import LOCAL_STEPS, LocalSteps, SyncPolicy, replay_schedule
 from lightning_onebit.algorithms.updates import compression_noise
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.codec import OneBit
@@ -87,7 +81,7 @@ class ZeroOne(RefreshedMoments):
 
     def __init__(self, options: ZeroOneAdamOptions, exchange: ExchangeOptions) -> None:
         super().__init__(options, exchange)
-        self.sync_policy: SyncPolicy = make_sync_policy(options.local_steps)
+        self.sync_policy = SyncPolicy(options.local_steps)
         self.local = Local(self.kept)
         # steps since the last synchronisation, and S, of a checkpoint: they count once this rank's own part is loaded
         self._interrupted: tuple[int, list[float]] | None = None
@@ -512,5 +506,5 @@ class ZeroOneAdam(RefreshingOptimizer):
     @classmethod
     def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
         """See the base; takes ``local_steps``."""
-        policy = make_sync_policy(schedule.get("local_steps", LOCAL_STEPS))
+        policy = SyncPolicy(schedule.get("local_steps", LOCAL_STEPS))
         return Rounds(**replay_schedule(steps, freeze_step=freeze_step, policy=policy))
