@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptimizer, MomentOptions, beta1
-from lightning_onebit.algorithms.updates import dense_lamb_, floor_second_moment_
+from lightning_onebit.algorithms.updates import floor_second_moment_
 from lightning_onebit.comm import Plan, memory_order
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.options import ExchangeOptions, check_number, takes
@@ -19,6 +19,9 @@ from lightning_onebit.engine.state import load_flat
 from lightning_onebit.engine.step import Facts, Group, Part, Step
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
+
+# elements treated at once where temporaries are needed, so that none grows with the model
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,20 +93,17 @@ def _new_share2(p: Facts) -> float:
     return float(1.0 - p["betas"][1])
 
 
-def _eps(p: Facts) -> float:
-    return float(p["eps"])
-
-
-def _wd(p: Facts) -> float:
-    return float(p["weight_decay"])
-
-
-def _decays(p: Facts) -> bool:
-    return bool(p["weight_decay"] > 0)
-
-
-def _lr(p: Facts) -> float:
-    return float(p["lr"])
+def _portions(s: Group) -> list[list[int]]:
+    """Cuts parameters into runs of about ``_CHUNK`` elements."""
+    portions: list[list[int]] = []
+    size = 0
+    for i, x in zip(s.indices, s.x, strict=True):
+        if not portions or size + x.numel() > _CHUNK:
+            portions.append([])
+            size = 0
+        portions[-1].append(i)
+        size += x.numel()
+    return portions
 
 
 class Lamb(FrozenMoments):
@@ -126,20 +126,37 @@ class Lamb(FrozenMoments):
 
     def dense(self, s: Group) -> None:
         """LAMB: ``u = mhat/(sqrt(vhat) + eps) + wd x ; c = clip(||x||/||u||) ; x -= lr c u``, and c_avg learns c."""
-        c = dense_lamb_(
-            *(s.x, s.g, s["m"], s["v"], [t + 1 for t in s.t]),
-            lr=s.of["lr"],
-            betas=s.of["betas"],
-            eps=s.of["eps"],
-            weight_decay=s.of["weight_decay"],
-            bias_correction=self.options.bias_correction,
-            clip=self.options.trust_clip,
-            norms=self.kept.kernels.norms,
-        )
-        index, beta, numbers = upload(s.indices, self.kept.device), self.options.coefficients.beta, self.kept.numbers
+        kept, beta = self.kept, self.options.coefficients.beta
+        # a few tensors at a time: u is a temporary of their size
+        c = torch.cat([self._dense(Group(s.step, s.of, part)) for part in _portions(s)])
+        index, numbers = upload(s.indices, kept.device), kept.numbers
         average = numbers["coeff_average"][index]
         numbers["coeff_average"][index] = torch.where(c != 1, beta * average + (1 - beta) * c, average)
         numbers["last_coeff"][index] = c
+
+    def _dense(self, s: Group) -> Tensor:
+        """Steps, and returns c of each tensor, fp64."""
+        (b1, b2), x, m, v = s.of["betas"], s.x, s["m"], s["v"]
+        g = [grad.float() for grad in s.g]
+        torch._foreach_lerp_(m, g, 1 - b1)
+        torch._foreach_mul_(v, b2)
+        torch._foreach_addcmul_(v, g, g, 1 - b2)
+        u = torch._foreach_sqrt(v)
+        if self.options.bias_correction:
+            torch._foreach_div_(u, [(1 - b2 ** (t + 1)) ** 0.5 for t in s.t])
+        torch._foreach_add_(u, s.of["eps"])
+        torch._foreach_reciprocal_(u)
+        torch._foreach_mul_(u, m)
+        if self.options.bias_correction:
+            torch._foreach_div_(u, [1 - b1 ** (t + 1) for t in s.t])
+        torch._foreach_add_(u, x, alpha=s.of["weight_decay"])
+        # fp64 norms, so that rounding hardly ever depends on the order of summation
+        x_norm, u_norm = self.kept.kernels.norms(x), self.kept.kernels.norms(u)
+        live = (x_norm > 0) & (u_norm > 0)
+        c = torch.where(live, (x_norm / torch.where(live, u_norm, 1.0)).clamp(*self.options.trust_clip), 1.0)
+        torch._foreach_mul_(u, list((-s.of["lr"] * c).float().unbind()))
+        torch._foreach_add_(x, u)
+        return c
 
     def enter_compressed(self) -> None:
         """See the base; the second moments as they froze, floor applied, are where the fresh ones start."""
@@ -166,7 +183,7 @@ class Lamb(FrozenMoments):
         Returns:
             Sums of squares of up and u and the largest ``D/Dfresh``, fp32 ``(blocks, 3)``.
         """
-        factors = s.each(beta1, _unshare, _beta2, _new_share2, self._alpha2, _eps, self._alpha, _wd)
+        factors = s.each(beta1, _unshare, _beta2, _new_share2, self._alpha2, "eps", self._alpha, "weight_decay")
         return s.kernels.lamb_update(s.blocks, s.x, u, s.momentum, s["r"], s["fresh"], factors)
 
     def _alpha(self, p: Facts) -> float:
@@ -181,9 +198,11 @@ class Lamb(FrozenMoments):
             return
         kept = self.kept
         coefficient = self._corrected_coefficients(step, taken)
-        size = (upload(step.by_slot(_lr), kept.device, torch.float64) * coefficient).float()
+        size = (upload(step.by_slot("lr"), kept.device, torch.float64) * coefficient).float()
         for s, m, _ in taken:
-            s.kernels.lamb_apply(s.blocks, s.x, m, s["r"], s.each(self._alpha), s.each(_wd), size[s.blocks.block_param])
+            s.kernels.lamb_apply(
+                s.blocks, s.x, m, s["r"], s.each(self._alpha), s.each("weight_decay"), size[s.blocks.block_param]
+            )
         active = [(slot, i) for slot, i in enumerate(kept.layout.slots) if step.active[i]]
         index, slots = upload([i for _, i in active], kept.device), upload([slot for slot, _ in active], kept.device)
         kept.numbers["last_coeff"][index] = coefficient[slots]
@@ -199,7 +218,7 @@ class Lamb(FrozenMoments):
         largest = self._per_slot(rows[:, 2:], "max")[:, 0]
         f = torch.where(largest > 0, largest, torch.ones_like(largest))
         k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
-        f = torch.where(upload(step.by_slot(_decays), kept.device), f * k + (1 - k), f)
+        f = torch.where(upload(step.by_slot("weight_decay"), kept.device, torch.float64) > 0, f * k + (1 - k), f)
         index = upload(kept.layout.slots, kept.device)
         last = kept.numbers["last_factor"][index]
         f = f.clamp(s.factor_min, s.factor_max)

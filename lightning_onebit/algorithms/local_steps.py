@@ -21,16 +21,13 @@ class Local:
     Attributes:
         way: by slot, S: sum of ``lr_t`` since the last synchronisation.
         steps: H: local steps since then.
-        exchanged: steps whose momenta the last exchange has carried.
-        showing: whether parameters show the anchor.
     """
 
     def __init__(self, kept: Arenas) -> None:
         self._kept = kept
         self.way: list[float] = []
-        self.steps, self.exchanged = 0, 1
+        self.steps = 0
         self._anchored = False
-        self.showing = False
 
     def reset(self) -> None:
         """Replicas are equal: what the program writes into weights from here on belongs to the shared model."""
@@ -80,12 +77,12 @@ class Local:
             # (there already, where a signal has broken the last call or the way back)
             kept.hidden.setdefault(i, p.data)
             p.data = anchor if p.dtype == anchor.dtype else torch.empty_like(p.data).copy_(anchor)
-        self.showing = True
+        kept.showing = True
 
     def show_own(self) -> None:
         """Points parameters back at this rank's own weights."""
         self.adopt_shown()
-        self.showing = False
+        self._kept.showing = False
         for i, data in self._kept.hidden.items():
             self._kept.layout.params[i].data = data
         self._kept.hidden = {}
@@ -93,7 +90,7 @@ class Local:
     @torch.no_grad()
     def adopt_shown(self) -> None:
         """Takes into the anchor what the program has written into the 16-bit copies that showed it."""
-        for i in self._kept.hidden.keys() & self._kept.masters.keys() if self.showing else ():
+        for i in self._kept.hidden.keys() & self._kept.masters.keys() if self._kept.showing else ():
             adopt_([(self._kept.layout.params[i], self.anchor(i))])
 
     def keep_shown(self) -> None:

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from lightning_onebit.algorithms.updates import (
-    dense_adamw_,
     floor_second_moment_,
     fp32_zeros_like,
     reciprocal_denominator_,
@@ -24,7 +24,10 @@ from lightning_onebit.engine.options import ExchangeOptions, Options, check_flag
 from lightning_onebit.engine.rule import Rule, Saved, Sent
 from lightning_onebit.engine.state import load_flat
 from lightning_onebit.engine.step import Facts, Group, Part, Step
+from lightning_onebit.kernels.transfer import upload
 
+#: steps from which every bias correction 1 - beta**t is exactly 1 in floating point
+_NO_BIAS_CORRECTION = 1e18
 #: ends the name, in a checkpoint, of a moment as it is, where others (plain AdamW) are given it in a form that suits them
 EXACT = "_exact"
 
@@ -96,13 +99,22 @@ class FrozenMoments(Rule):
 
     def dense(self, s: Group) -> None:
         """AdamW: ``m = b1 m + (1-b1) g ; v = b2 v + (1-b2) g^2 ; x -= lr wd x + lr mhat/(sqrt(vhat) + eps)``."""
-        dense_adamw_(
-            *(s.x, s.g, s["m"], s["v"], s.t),
-            lr=s.of["lr"],
-            betas=s.of["betas"],
-            eps=s.of["eps"],
-            weight_decay=s.of["weight_decay"],
-            bias_correction=self.options.bias_correction,
+        if not s.x:
+            return
+        counts = [float(t) if self.options.bias_correction else _NO_BIAS_CORRECTION for t in s.t]
+        adamw(
+            s.x,
+            [_in_order_of(grad.float(), x) for grad, x in zip(s.g, s.x, strict=True)],
+            s["m"],
+            s["v"],
+            [],
+            list(upload(counts, self.kept.device, torch.float32).unbind()),
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=s.of["betas"][0],
+            beta2=s.of["betas"][1],
+            **{name: s.of[name] for name in ("lr", "weight_decay", "eps")},
         )
 
     def send(self, s: Part) -> Sent:
@@ -386,6 +398,11 @@ class FrozenMoments(Rule):
         flat["m"], kept.momentum = m, []
         if kept.phase is Phase.COMPRESSED:
             kept.hold_by_bucket()
+
+
+def _in_order_of(grad: Tensor, like: Tensor) -> Tensor:
+    """A gradient in the memory order of its weights: torch's fused kernel goes through memory, whatever the strides."""
+    return grad if grad.stride() == like.stride() else torch.empty_like(like).copy_(grad)
 
 
 def _mostly_cold(r: Tensor) -> bool:

@@ -227,7 +227,7 @@ class ZeroOne(RefreshedMoments):
         """As in 1-bit Adam: ``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
         r = None if self.preconditioned else s["r"]
         s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
-        self.local.exchanged = 1
+        self.kept.exchanged = 1
 
     def _record_round(self, synchronised: bool) -> None:
         self.sync_policy.record(synchronised)
@@ -286,7 +286,7 @@ class ZeroOne(RefreshedMoments):
         ones = torch.ones(bucket.blocks, dtype=torch.float32, device=layout.device)
         s.kernels.apply_adam(bucket, moving, u, None if self.preconditioned else s["r"], ones, alpha)
         s.kernels.scatter(bucket, anchor, s.x)
-        self.local.exchanged = steps
+        kept.exchanged = steps
         u.scales.div_(steps)  # the mean of their momenta
         idle = upload([not s.step.active[i] for i in layout.slots], layout.device)[bucket.block_param]
         before = momentum.view(-1, bucket.block_size)[idle]
@@ -301,21 +301,8 @@ class ZeroOne(RefreshedMoments):
     def mid_local(self) -> bool:
         return self.kept.phase is Phase.LOCAL and self.sync_policy.since > 0
 
-    @property
-    def exchanged_steps(self) -> int:
-        """See the base; of a synchronisation residuals hold what all momenta of its local steps together have left."""
-        return self.local.exchanged
-
-    @property
-    def showing(self) -> bool:  # type: ignore[override]
-        return self.local.showing
-
-    @showing.setter
-    def showing(self, showing: bool) -> None:
-        self.local.showing = showing
-
     def show_shared(self) -> None:
-        if self.mid_local and not self.local.showing:
+        if self.mid_local and not self.kept.showing:
             self.local.show_shared()
 
     def show_own(self) -> None:
@@ -377,7 +364,7 @@ class ZeroOne(RefreshedMoments):
         kept = self.kept
         if self.mid_local and index in kept.layout.slot_of:
             anchor = self.local.anchor(index)
-            return adopted(kept.layout.params[index].detach(), anchor) if self.local.showing else anchor.clone()
+            return adopted(kept.layout.params[index].detach(), anchor) if kept.showing else anchor.clone()
         return super().shared_master(index)
 
     def books(self) -> dict[str, Any]:
@@ -385,7 +372,7 @@ class ZeroOne(RefreshedMoments):
             **super().books(),
             "sync_policy": self.sync_policy.state_dict(),
             "travelled": list(self.local.way),
-            "exchanged_steps": self.local.exchanged,
+            "exchanged_steps": self.kept.exchanged,
             "one_bit": self.kept.worker is not None,
         }
 
@@ -394,7 +381,7 @@ class ZeroOne(RefreshedMoments):
         self._interrupted = None
         if books:
             self.sync_policy.load_state_dict(books["sync_policy"])
-            self.local.exchanged = books.get("exchanged_steps", 1)
+            kept.exchanged = books.get("exchanged_steps", 1)
             if len(books["travelled"]) == len(kept.layout.slots):  # there are none before the first step
                 self._interrupted = self.sync_policy.since, list(books["travelled"])
             # this is the model of the last synchronisation; what ranks have done since lies in their own parts
@@ -406,12 +393,13 @@ class ZeroOne(RefreshedMoments):
             self._prepare_one_bit()
             self.load_frozen(saved)
 
-    def rank_notes(self) -> dict[str, Any]:
-        """See the base: what the model of the last synchronisation is known by."""
+    def rank_layout(self) -> dict[str, Any]:
+        """See the base; also what the model of the last synchronisation is known by."""
+        layout = super().rank_layout()
         if not self.mid_local:
-            return {}
+            return layout
         self.local.adopt_shown()
-        return {"shared_weights": bit_sums([self.local.anchor(i) for i in self.kept.layout.slots])}
+        return {**layout, "shared_weights": bit_sums([self.local.anchor(i) for i in self.kept.layout.slots])}
 
     def rank_state(self) -> dict[str, Tensor]:
         if not self.mid_local:

@@ -64,6 +64,8 @@ class Arenas:
         own: moments of parameters that take no part in the exchange (``compress=False``, late ones), by index and name.
         masters: fp32 weights of 16-bit parameters.
         hidden: this rank's own weights of parameters that show others for a while.
+        showing: whether all parameters show the model that ranks share.
+        exchanged: steps whose momenta the last exchange has carried.
         momentum: by bucket, as it travels: bits and scales, or an fp32 flat; empty while it is the arena ``"m"``.
         worker, server: the residuals of both sides; None before there is one.
         t: steps that each parameter has made.
@@ -101,6 +103,7 @@ class Arenas:
         self.own: dict[int, dict[str, Tensor]] = {}
         self.masters: dict[int, Tensor] = {}
         self.hidden: dict[int, Tensor] = {}
+        self.showing, self.exchanged = False, 1
         self.momentum: list[Tensor | Packed] = []
         self.worker: Residual | None = None
         self.server: Residual | None = None
@@ -325,12 +328,12 @@ class Arenas:
             ):
                 residual.settled().view(last - first, -1)[mine[first:last]] = 0.0
 
-    def residual_ratio(self, steps: int) -> float:
-        """Norm of the worker residual relative to that of the momentum, of which the last exchange has carried ``steps``; 0 before it."""
+    def residual_ratio(self) -> float:
+        """Norm of the worker residual relative to that of the momenta that the last exchange has carried; 0 before it."""
         if self.worker is None or not self.worker.values.numel():
             return 0.0
         values = self.worker.settled()
-        squares = sum(float(self._energy(bucket).sum()) for bucket in self.layout.buckets) * steps**2
+        squares = sum(float(self._energy(bucket).sum()) for bucket in self.layout.buckets) * self.exchanged**2
         # hierarchical ranks hold 1/K of the residual
         share = values.numel() / max(1, self.layout.plan.elements)
         residual = float(torch.linalg.vector_norm(values, dtype=torch.float64)) / share**0.5

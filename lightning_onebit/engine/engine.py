@@ -210,7 +210,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
-        self.kept.hidden, self.rule.showing = {}, False  # weights that are shown are those of the state that is loaded
+        self.kept.hidden, self.kept.showing = {}, False  # weights that are shown are those of the state that is loaded
         self.early.abandon()
         self.link.finish_reduction()
         self.running = self.scales.unread = None

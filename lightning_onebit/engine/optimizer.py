@@ -317,7 +317,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         It is the weights of the last synchronisation, decayed since. No communication. Training continues as if nobody had looked.
         What is written into a weight inside the context changes the shared model alone.
         """
-        shown = self._engine.rule.showing
+        shown = self._engine.kept.showing
         self.show_consensus()
         try:
             yield
@@ -448,7 +448,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def residual_ratio(self) -> float:
         """Norm of this rank's worker residual relative to the norm of the momentum; 0.0 before the first exchange (a pass over memory)."""
-        return self._engine.kept.residual_ratio(self._engine.rule.exchanged_steps)
+        return self._engine.kept.residual_ratio()
 
     # ----- the step template ------------------------------------------------------------------------------------------
 

@@ -223,9 +223,6 @@ class Rule:
         """Whether replicas differ now because ranks have taken steps of their own."""
         return False
 
-    #: whether all parameters show the shared model
-    showing: bool = False
-
     def show_shared(self) -> None:
         """Shows the model that all ranks share."""
 
@@ -237,11 +234,6 @@ class Rule:
 
     def synchronise(self, step: Step) -> None:
         """Brings replicas together without a step."""
-
-    @property
-    def exchanged_steps(self) -> int:
-        """Steps whose momenta the last exchange has carried."""
-        return 1
 
     # ----- saving ------------------------------------------------------------------------------------------------------
 
@@ -272,11 +264,7 @@ class Rule:
         enter(phase)
 
     def rank_layout(self) -> dict[str, Any]:
-        """What else state that differs by rank is cut for."""
-        return {}
-
-    def rank_notes(self) -> dict[str, Any]:
-        """What else is saved beside it."""
+        """What else is saved beside state that differs by rank: what it is cut for."""
         return {}
 
     def rank_state(self) -> dict[str, Tensor]:

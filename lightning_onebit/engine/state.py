@@ -368,7 +368,7 @@ def rank_state(optimizer: OnebitOptimizer) -> dict[str, Any]:
         tensors["worker_residual"] = kept.worker.settled()
     if kept.server is not None:
         tensors["server_residual"] = kept.server.settled()
-    return {**_rank_layout(optimizer), **rule.rank_notes(), "tensors": {**tensors, **rule.rank_state()}}
+    return {**_rank_layout(optimizer), "tensors": {**tensors, **rule.rank_state()}}
 
 
 def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
