@@ -13,6 +13,7 @@ from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptimizer, 
 from lightning_onebit.algorithms.updates import floor_second_moment_
 from lightning_onebit.comm import Plan, memory_order
 from lightning_onebit.engine.arenas import Phase
+from lightning_onebit.engine.masters import portions
 from lightning_onebit.engine.options import ExchangeOptions, check_number, takes
 from lightning_onebit.engine.rule import Rule, Saved
 from lightning_onebit.engine.state import load_flat
@@ -93,19 +94,6 @@ def _new_share2(p: Facts) -> float:
     return float(1.0 - p["betas"][1])
 
 
-def _portions(s: Group) -> list[list[int]]:
-    """Cuts parameters into runs of about ``_CHUNK`` elements."""
-    portions: list[list[int]] = []
-    size = 0
-    for i, x in zip(s.indices, s.x, strict=True):
-        if not portions or size + x.numel() > _CHUNK:
-            portions.append([])
-            size = 0
-        portions[-1].append(i)
-        size += x.numel()
-    return portions
-
-
 class Lamb(FrozenMoments):
     """The rule of ``OnebitLamb``. Numbers of each tensor: c_avg, r (the last f) and c of the last step."""
 
@@ -128,7 +116,8 @@ class Lamb(FrozenMoments):
         """LAMB: ``u = mhat/(sqrt(vhat) + eps) + wd x ; c = clip(||x||/||u||) ; x -= lr c u``, and c_avg learns c."""
         kept, beta = self.kept, self.options.coefficients.beta
         # a few tensors at a time: u is a temporary of their size
-        c = torch.cat([self._dense(Group(s.step, s.of, part)) for part in _portions(s)])
+        parts = portions(s.indices, lambda i: kept.layout.params[i].numel(), _CHUNK)
+        c = torch.cat([self._dense(Group(s.step, s.of, part)) for part in parts])
         index, numbers = upload(s.indices, kept.device), kept.numbers
         average = numbers["coeff_average"][index]
         numbers["coeff_average"][index] = torch.where(c != 1, beta * average + (1 - beta) * c, average)

@@ -7,9 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_onebit.engine.arenas import Arenas
+from lightning_onebit.algorithms.moments import FrozenMoments
+from lightning_onebit.engine.codec import OneBit
 from lightning_onebit.engine.masters import adopt_, adopted
-from lightning_onebit.engine.step import Step
+from lightning_onebit.engine.rule import Sent
+from lightning_onebit.engine.step import Part, Step
+from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.transfer import upload
 
 
 class Local:
@@ -23,8 +27,8 @@ class Local:
         steps: H: local steps since then.
     """
 
-    def __init__(self, kept: Arenas) -> None:
-        self._kept = kept
+    def __init__(self, rule: FrozenMoments) -> None:
+        self._rule, self._kept = rule, rule.kept
         self.way: list[float] = []
         self.steps = 0
         self._anchored = False
@@ -62,10 +66,48 @@ class Local:
             for i in indices:
                 self.anchor(i).copy_(self._kept.weight(i))
 
-    def mean_lr_t(self, step: Step, power: int) -> Sequence[Tensor]:
+    # ----- a synchronisation -------------------------------------------------------------------------------------------
+
+    def synchronise(self, step: Step) -> None:
+        """``ubar = (S/H) exchange(u_i/(S/H))`` of all that have moved, whether or not the last step had a gradient."""
+        layout = self._kept.layout
+        step.active = [False] * len(layout.params)
+        for slot, i in enumerate(layout.slots):
+            step.active[i] = self.way[slot] > 0
+        over, times = self._mean_lr_t(step, -1), self._mean_lr_t(step, 1)
+
+        def send(s: Part) -> Sent:
+            b = over[s.blocks.index][s.lo : s.hi]
+            return Sent(b=b, r=s["r"] if self._rule.preconditioned else None, g=s.whole("u"))
+
+        def take(s: Part, u: Packed) -> None:
+            self._take(s, u, times[s.blocks.index])
+
+        step.exchange(OneBit(step, send, take, self._rule.finish, becomes_momentum=False))
+
+    def _mean_lr_t(self, step: Step, power: int) -> Sequence[Tensor]:
         """By bucket, fp32 ``(blocks,)``: S/H (1 where a parameter takes no part), to a power."""
         values = step.spread([(way / self.steps) ** power if way > 0 else 1.0 for way in self.way])
         return values.split([bucket.blocks for bucket in self._kept.layout.buckets])
+
+    def _take(self, s: Part, u: Packed, alpha: Tensor) -> None:
+        """``m = ubar/S ; x = anchor - ubar r ; anchor = x ; u = 0``."""
+        kept, bucket, layout = self._kept, s.blocks, self._kept.layout
+        anchor, momentum = s["anchor"], s["m"]
+        views = [anchor[p.block * bucket.block_size : p.block * bucket.block_size + p.numel] for p in bucket.spans]
+        moves = [s.step.active[layout.slots[p.param]] for p in bucket.spans]
+        moving = [view if moved else None for view, moved in zip(views, moves, strict=True)]
+        ones = torch.ones(bucket.blocks, dtype=torch.float32, device=layout.device)
+        s.kernels.apply_adam(bucket, moving, u, None if self._rule.preconditioned else s["r"], ones, alpha)
+        s.kernels.scatter(bucket, anchor, s.x)
+        kept.exchanged = self.steps
+        u.scales.div_(self.steps)  # the mean of their momenta
+        idle = upload([not s.step.active[i] for i in layout.slots], layout.device)[bucket.block_param]
+        before = momentum.view(-1, bucket.block_size)[idle]
+        s.kernels.unpack(u, bucket.lengths, momentum)
+        kept.as_momentum(momentum, bucket.first_block * bucket.block_size)
+        momentum.view(-1, bucket.block_size)[idle] = before
+        s["u"].zero_()
 
     # ----- the model that is shown -------------------------------------------------------------------------------------
 

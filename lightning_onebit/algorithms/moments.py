@@ -352,7 +352,7 @@ class FrozenMoments(Rule):
         return {"variance_steps": dict(self.updates)}
 
     def rank_layout(self) -> dict[str, Any]:
-        """See the base: the units of the residuals; the key is missing where they are the momentum's, as in states of earlier releases."""
+        """See the base: the units of the residuals; the key is missing where they are the momentum's."""
         return {"preconditioned": True} if self.preconditioned else {}
 
     def load(self, phase: Phase, books: Mapping[str, Any], saved: Saved, enter: Callable[[Phase], None]) -> None:

@@ -17,14 +17,12 @@ from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshingOpti
 from lightning_onebit.algorithms.schedules import LOCAL_STEPS, LocalSteps, SyncPolicy, replay_schedule
 from lightning_onebit.algorithms.updates import compression_noise
 from lightning_onebit.engine.arenas import Phase
-from lightning_onebit.engine.codec import OneBit
 from lightning_onebit.engine.masters import adopted
 from lightning_onebit.engine.options import ExchangeOptions, takes
-from lightning_onebit.engine.rule import Rounds, Rule, Saved, Sent
+from lightning_onebit.engine.rule import Rounds, Rule, Saved
 from lightning_onebit.engine.step import Facts, Group, Part, Step
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.common import bit_sums
-from lightning_onebit.kernels.transfer import upload
 
 log = logging.getLogger("lightning_onebit")
 
@@ -82,7 +80,7 @@ class ZeroOne(RefreshedMoments):
     def __init__(self, options: ZeroOneAdamOptions, exchange: ExchangeOptions) -> None:
         super().__init__(options, exchange)
         self.sync_policy = SyncPolicy(options.local_steps)
-        self.local = Local(self.kept)
+        self.local = Local(self)
         # steps since the last synchronisation, and S, of a checkpoint: they count once this rank's own part is loaded
         self._interrupted: tuple[int, list[float]] | None = None
 
@@ -250,7 +248,7 @@ class ZeroOne(RefreshedMoments):
                 s.kernels.local_step(s.blocks, s.x, s.g, s["m"], s["u"], s["r"], s["anchor"], factors)
         dense = [i for i in kept.layout.dense if step.active[i]]
         if synchronise:
-            self._exchange_local(step)
+            self.local.synchronise(step)
         moved = set(stepped)
         kept.publish([i for i in kept.layout.slots if step.active[i] or i in moved])
         step.update(dense)
@@ -258,42 +256,6 @@ class ZeroOne(RefreshedMoments):
     def _bound(self, p: Facts) -> float:
         """How far a local step may move a weight of a parameter; by the published rule any way."""
         return self.lr_t(p) * largest_step(*p["betas"]) if self.preconditioned else math.inf
-
-    def _exchange_local(self, step: Step) -> None:
-        """``ubar = (S/H) exchange(u_i/(S/H))`` of all that have moved, whether or not the last step had a gradient."""
-        layout, local = self.kept.layout, self.local
-        step.active = [False] * len(layout.params)
-        for slot, i in enumerate(layout.slots):
-            step.active[i] = local.way[slot] > 0
-        over, times = local.mean_lr_t(step, -1), local.mean_lr_t(step, 1)
-
-        def send(s: Part) -> Sent:
-            b = over[s.blocks.index][s.lo : s.hi]
-            return Sent(b=b, r=s["r"] if self.preconditioned else None, g=s.whole("u"))
-
-        def take(s: Part, u: Packed) -> None:
-            self._synchronised(s, u, times[s.blocks.index])
-
-        step.exchange(OneBit(step, send, take, self.finish, becomes_momentum=False))
-
-    def _synchronised(self, s: Part, u: Packed, alpha: Tensor) -> None:
-        """``m = ubar/S ; x = anchor - ubar r ; anchor = x ; u = 0``."""
-        kept, bucket, layout = self.kept, s.blocks, self.kept.layout
-        anchor, momentum, steps = s["anchor"], s["m"], self.local.steps
-        views = [anchor[p.block * bucket.block_size : p.block * bucket.block_size + p.numel] for p in bucket.spans]
-        moves = [s.step.active[layout.slots[p.param]] for p in bucket.spans]
-        moving = [view if moved else None for view, moved in zip(views, moves, strict=True)]
-        ones = torch.ones(bucket.blocks, dtype=torch.float32, device=layout.device)
-        s.kernels.apply_adam(bucket, moving, u, None if self.preconditioned else s["r"], ones, alpha)
-        s.kernels.scatter(bucket, anchor, s.x)
-        kept.exchanged = steps
-        u.scales.div_(steps)  # the mean of their momenta
-        idle = upload([not s.step.active[i] for i in layout.slots], layout.device)[bucket.block_param]
-        before = momentum.view(-1, bucket.block_size)[idle]
-        s.kernels.unpack(u, bucket.lengths, momentum)
-        kept.as_momentum(momentum, bucket.first_block * bucket.block_size)
-        momentum.view(-1, bucket.block_size)[idle] = before
-        s["u"].zero_()
 
     # ----- replicas that differ for a while ----------------------------------------------------------------------------
 
@@ -312,15 +274,11 @@ class ZeroOne(RefreshedMoments):
         self.local.keep_shown()
 
     def synchronise(self, step: Step) -> None:
-        self._exchange_local(step)
+        self.local.synchronise(step)
         self.kept.publish([i for i in self.kept.layout.slots if step.active[i]])
         self._record_round(synchronised=True)
 
     # ----- parameters that join or learn late --------------------------------------------------------------------------
-
-    def leaving_layout(self) -> None:
-        """See the base; one-bit rounds have put the momentum elsewhere than the engine looks."""
-        self.kept.hold_flat()
 
     def leaving_world(self) -> None:
         """See the base; what a rank has done alone means nothing in another world."""

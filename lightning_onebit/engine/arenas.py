@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.engine.layout import Layout
-from lightning_onebit.engine.masters import Comparison, adopt_, adopted
+from lightning_onebit.engine.masters import Comparison, adopt_
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed, Residual, get_backend
 
@@ -73,6 +73,7 @@ class Arenas:
         late: those that are averaged densely until they have learned: their steps when that began, and when it may end.
         phase: see ``Phase``.
         steps: real steps made.
+        comparison: what ``adopt()`` has begun.
     """
 
     def __init__(
@@ -90,7 +91,6 @@ class Arenas:
         self.groups: list[dict[str, Any]] = []
         self.parameter_names: Mapping[Tensor, str] = {}
         self._first_phase = phase
-        self._comparison: Comparison | None = None
         self.kernels: KernelBackend = get_backend("reference", "cpu")
         self.clear()
 
@@ -110,8 +110,8 @@ class Arenas:
         self.t: list[int] = []
         self.cold: set[int] = set()
         self.late: dict[int, tuple[int, int]] = {}
-        self._comparison = None
-        self._forget_bound()
+        self.comparison: Comparison | None = None
+        self.forget_bound()
 
     # ----- layout ------------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Arenas:
     def _keep(self, kept: Kept) -> None:
         """State that is kept by parameter: counts, numbers, own moments and masters; then all that there was before."""
         layout, params = self.layout, self.layout.params
-        self._forget_bound()
+        self.forget_bound()
         self.t += [0] * (len(params) - len(self.t))
         for name, first in self._first_numbers.items():
             numbers = torch.full((len(params),), first, dtype=torch.float64, device=layout.device)
@@ -193,7 +193,7 @@ class Arenas:
                     name
                 ]  # groups are only ever added behind those there are
             self.numbers[name] = numbers
-        self.own = {i: self._own_zeros(i) for i in (*layout.dense, *self.late)}
+        self.own = {i: self.own_zeros(i) for i in (*layout.dense, *self.late)}
         self.masters = {
             i: kept.get(i, {}).get("master", params[i].detach().float())
             for i in (*layout.slots, *layout.dense)
@@ -211,13 +211,10 @@ class Arenas:
             if name in self.numbers:
                 self.numbers[name][index] = value
 
-    def _own_zeros(self, index: int) -> dict[str, Tensor]:
+    def own_zeros(self, index: int) -> dict[str, Tensor]:
+        """Moments of a parameter's own, zeros."""
         like = self.layout.params[index]
         return {name: torch.zeros_like(like, dtype=torch.float32) for name in self.names}
-
-    def give_own(self, index: int) -> None:
-        """Gives a parameter moments of its own, zeros."""
-        self.own[index] = self._own_zeros(index)
 
     def keeps_of(self, index: int, *, arenas: bool) -> dict[str, Tensor]:
         """What a parameter keeps where things are laid out anew; ``arenas``: what lies in arenas too."""
@@ -268,32 +265,21 @@ class Arenas:
         pairs = [(self.layout.params[i], master) for i, master in self.masters.items()]
         # without a look at the gradients the host never waits for a device, and shall not here
         if self.device.type == "cuda" and self.exchange.on_nonfinite == "skip":
-            self._comparison = Comparison(pairs)
+            self.comparison = Comparison(pairs)
         else:
             adopt_(pairs)
 
     def end_adopting(self) -> None:
         """Call it before masters are used, but after something else has waited for the device."""
-        comparison, self._comparison = self._comparison, None
+        comparison, self.comparison = self.comparison, None
         if comparison is not None:
             comparison.adopt()
-
-    def forget_comparison(self) -> None:
-        """Lets go of what ``adopt()`` has begun."""
-        self._comparison = None
 
     def publish(self, indices: Iterable[int]) -> None:
         """Writes master weights back into 16-bit parameters."""
         params = self.layout.params
         if self.masters and (pairs := [(params[i], self.masters[i]) for i in indices if i in self.masters]):
             torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
-
-    def adopted_master(self, index: int) -> Tensor:
-        """A copy of the fp32 weights of a 16-bit parameter, with what the program has written into it.
-
-        Saving changes no master: weights that are shown for a moment (averages of them) may be saved, too.
-        """
-        return adopted(self.layout.params[index].detach(), self.masters[index])
 
     # ----- residuals ---------------------------------------------------------------------------------------------------
 
@@ -460,14 +446,11 @@ class Arenas:
 
     # ----- what kernels are given --------------------------------------------------------------------------------------
 
-    def _forget_bound(self) -> None:
+    def forget_bound(self) -> None:
+        """Lets go of views of weights, which are made again where they are needed."""
         # by bucket: the addresses of its weights and the views that were made of them; its parameters
         self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
         self._members: dict[int, _Members] = {}
-
-    def release_views(self) -> None:
-        """Lets go of views of weights; whoever needs them makes them again."""
-        self._bound = {}
 
     def _members_of(self, bucket: Bucket) -> _Members:
         known = self._members.get(bucket.index)

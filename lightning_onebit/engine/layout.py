@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_not
@@ -132,12 +132,12 @@ class Layout:
         """Bytes of all gradients in their own dtypes: what a dense all-reduce moves once."""
         return sum(self.params[i].numel() * self.params[i].element_size() for i in self.known)
 
-    def by_group(self, indices: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    def by_group(self, indices: Sequence[int]) -> ItemsView[int, list[int]]:
         """Parameters by their groups."""
         members: dict[int, list[int]] = {}
         for i in indices:
             members.setdefault(self.group_of[i], []).append(i)
-        yield from members.items()
+        return members.items()
 
     @cached_property
     def _forms(self) -> list[tuple[int, Form]]:

@@ -19,12 +19,10 @@ from lightning_onebit.engine.layout import check_parameters
 from lightning_onebit.engine.options import (
     ExchangeOptions,
     Options,
-    check_group,
     check_number,
     made_exchange,
     made_options,
     refuse_contradictions,
-    refuse_ignored,
 )
 from lightning_onebit.engine.rule import Rounds, Rule
 from lightning_onebit.engine.shown_state import ShownAttribute, ShownState
@@ -68,12 +66,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self.options: Any = made_options(self.options_class, type(self).__name__, options)
         exchange = made_exchange(exchange)
         refuse_contradictions(exchange, self.options, self.rule_class.fixed_exchange, type(self).__name__)
-        self._engine = Engine(self.rule_class(self.options, exchange), exchange, self.algorithm, type(self).__name__)
-        self._engine.hyperparameters = tuple(defaults)
+        rule = self.rule_class(self.options, exchange)
+        self._engine = Engine(rule, exchange, self.algorithm, type(self).__name__, tuple(defaults))
         # given the hold on signals that a step begins (by a strategy, which ends it between two batches)
         self._later: Callable[[signals_held], None] | None = None
-        # books from before the first step, or the first load
-        self._first_books: dict[str, Any] | None = None
         super().__init__(params, {**defaults, "compress": True})
         self._shown_state = ShownState(self)
 
@@ -170,7 +166,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._engine.kept.groups = self.param_groups
         try:
             group = self.param_groups[-1]
-            self._check_group(group)
+            self._engine.check_group(group)
             check_parameters(group["params"], self._engine.kept.device, type(self).__name__)
         except (TypeError, ValueError):
             self.param_groups.pop()
@@ -437,7 +433,11 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def check_clipping_by_value(self, clip_value: float) -> None:
         """Raises ``ValueError`` where gradients would be clipped by value after they have been sent (``overlap="backward"``)."""
-        self._engine.refuse_clipping_by_value(clip_value)
+        if self.exchange.overlap == "backward":
+            raise ValueError(
+                f"clipping by value (to {clip_value}) has no effect with overlap='backward', which sends gradients as they come, before "
+                "anything can clip them; use overlap='step'"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See ``torch.optim.Optimizer.zero_grad``."""
@@ -505,15 +505,9 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     # ----- checks -----------------------------------------------------------------------------------------------------
 
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Validates the options of a parameter group."""
-        check_group(group, type(self).__name__, self.defaults, {**vars(self.exchange), **vars(self.options)})
-        self._engine.rule.check_group(group)
-
     def _lay_out(self, **how: Any) -> None:
         """See ``Engine.lay_out()``."""
         engine = self._engine
-        self._first_books = self._first_books or state.books(self)
         if engine.cut_for_another_world():
             # connected to another world since: cut everything anew (before newcomers, which have no state to save, are numbered)
             engine.rule.leaving_world()
@@ -534,10 +528,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._lay_out()
             return
         layout = engine.kept.layout
-        # state is laid out for the parameters there were: groups that were edited by hand would silently not be trained
-        layout.refuse_changes(self.param_groups, type(self).__name__, self.name_of)
-        for group in self.param_groups:
-            refuse_ignored(group, type(self).__name__, self.defaults, {**vars(self.exchange), **vars(self.options)})
+        engine.refuse_changes()
         known = set(layout.known)
         joins = any([p.requires_grad and i not in known for i, p in enumerate(layout.params)])
         if joins or (not self.connected and not engine.reconnect()):

@@ -6,7 +6,7 @@ import difflib
 import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar, get_type_hints
@@ -101,7 +101,7 @@ UNSUPPORTED = {
 _OF_OTHERS = ("betas", "eps", "beta", "magnitude_beta", "momentum", "dampening", "nesterov")
 
 
-def refuse_ignored(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+def refuse_ignored(group: Mapping[str, Any], kind: str, own: Collection[str], fixed: Mapping[str, Any]) -> None:
     """Raises where a parameter group has a hyperparameter that would be ignored; other keys (names, notes of schedulers) pass.
 
     Args:
@@ -127,7 +127,7 @@ def refuse_ignored(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], 
             )
 
 
-def check_group(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+def check_group(group: Mapping[str, Any], kind: str, own: Collection[str], fixed: Mapping[str, Any]) -> None:
     """Validates what a parameter group says; arguments as of ``refuse_ignored``."""
     check_number("lr", group["lr"], least=0)
     check_number("weight_decay", group["weight_decay"], least=0)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_onebit.engine.arenas import Arenas, Phase
 from lightning_onebit.engine.codec import Codec, OneBit
+from lightning_onebit.engine.masters import adopted
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.kernels import Packed
 
@@ -173,9 +174,6 @@ class Rule:
         """What else a parameter keeps where blocks are dealt anew."""
         return {}
 
-    def leaving_layout(self) -> None:
-        """Called before all blocks are dealt anew."""
-
     def leaving_world(self) -> None:
         """Called before all state is cut anew for another number of ranks."""
 
@@ -278,5 +276,8 @@ class Rule:
         """Takes ``rank_state()`` back."""
 
     def shared_master(self, index: int) -> Tensor:
-        """A copy of the fp32 weights of a 16-bit parameter that all ranks share."""
-        return self.kept.adopted_master(index)
+        """A copy of the fp32 weights of a 16-bit parameter that all ranks share, with what the program has written into it.
+
+        Saving changes no master: weights that are shown for a moment (averages of them) may be saved, too.
+        """
+        return adopted(self.kept.layout.params[index].detach(), self.kept.masters[index])

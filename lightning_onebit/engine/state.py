@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.engine.agreement import Agreement
 from lightning_onebit.engine.arenas import Arenas, Phase
 from lightning_onebit.engine.compact import expanded
+from lightning_onebit.engine.engine import Engine
 from lightning_onebit.engine.redistribute import remedy
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def packed_groups(optimizer: OnebitOptimizer) -> list[dict[str, Any]]:
 def packed(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """``state_dict()``, of which no hook is told, with what follows from the rest of it."""
     kept, rule = optimizer._engine.kept, optimizer._engine.rule
-    state: dict[str, Any] = {"state": {}, "param_groups": packed_groups(optimizer), "onebit": books(optimizer)}
+    state: dict[str, Any] = {"state": {}, "param_groups": packed_groups(optimizer), "onebit": books(optimizer._engine)}
     if not kept.laid_out:
         return state
     layout = kept.layout
@@ -100,20 +100,20 @@ def packed(optimizer: OnebitOptimizer) -> dict[str, Any]:
     return state
 
 
-def books(optimizer: OnebitOptimizer) -> dict[str, Any]:
+def books(engine: Engine) -> dict[str, Any]:
     """What a state holds besides tensors."""
-    kept = optimizer._engine.kept
+    kept = engine.kept
     known = kept.layout.known if kept.laid_out else []
     slots = iter(kept.layout.slots if kept.laid_out else [])
     segments = [[next(slots) for _ in range(count)] for count in kept.layout.segments] if kept.laid_out else []
     return {
         "version": STATE_VERSION,
-        "algorithm": optimizer.algorithm,
+        "algorithm": engine.algorithm,
         "phase": kept.phase.value,
         "steps": kept.steps,
-        "skipped": optimizer._engine.skipped,
-        "skips_in_a_row": optimizer._engine.skips_in_a_row,
-        "ledger": optimizer.ledger.as_dict(),
+        "skipped": engine.skipped,
+        "skips_in_a_row": engine.skips_in_a_row,
+        "ledger": engine.link.ledger.as_dict(),
         # the state of one that has never had a gradient is not saved, but blocks are dealt to it
         "known": list(known),
         "stepped": [i for i in known if kept.t[i] > 0],
@@ -121,7 +121,7 @@ def books(optimizer: OnebitOptimizer) -> dict[str, Any]:
         **({"segments": segments} if len(segments) > 1 else {}),
         **({"late": dict(kept.late)} if kept.late else {}),
         **{name: values.tolist() for name, values in kept.numbers.items()},
-        **optimizer._engine.rule.books(),
+        **engine.rule.books(),
     }
 
 
@@ -204,7 +204,7 @@ def _check_groups(optimizer: OnebitOptimizer, saved: list[dict[str, Any]]) -> No
         )
     for theirs, mine in zip(saved, optimizer.param_groups, strict=True):
         matters = {key: value for key, value in theirs.items() if key not in _HOW_NOT_WHAT}
-        optimizer._check_group({**mine, **matters})
+        optimizer._engine.check_group({**mine, **matters})
 
 
 def _check_saved(optimizer: OnebitOptimizer, saved: dict[int, dict[str, Tensor]]) -> None:
@@ -263,11 +263,12 @@ def load(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
 
 def start_over(optimizer: OnebitOptimizer) -> None:
     """Loads the state of before the first step; masters, the ledger and the count of skipped steps go on."""
-    kept = optimizer._engine.kept
+    engine, kept = optimizer._engine, optimizer._engine.kept
+    rule = optimizer.rule_class(optimizer.options, optimizer.exchange)
+    first = books(Engine(rule, engine.exchange, engine.algorithm, engine.kind, ()))
     known = kept.layout.known if kept.laid_out else []
-    goes_on = {"known": known, "skipped": optimizer._engine.skipped, "ledger": optimizer.ledger.as_dict()}
-    masters = {i: {"step": torch.zeros(()), "master": optimizer._engine.rule.shared_master(i)} for i in kept.masters}
-    first = copy.deepcopy(optimizer._first_books or books(optimizer))
+    goes_on = {"known": known, "skipped": engine.skipped, "ledger": engine.link.ledger.as_dict()}
+    masters = {i: {"step": torch.zeros(()), "master": engine.rule.shared_master(i)} for i in kept.masters}
     optimizer.load_state_dict(
         {"state": masters, "param_groups": packed_groups(optimizer), "onebit": {**first, **goes_on}}
     )
@@ -277,7 +278,6 @@ def start_over(optimizer: OnebitOptimizer) -> None:
 def unpack(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
     """``load_state_dict()``, of which no hook is told."""
     known = state_dict.get("onebit")
-    optimizer._first_books = optimizer._first_books or books(optimizer)
     _check_books(optimizer, known)
     _check_groups(optimizer, state_dict["param_groups"])
     order = [i for g in state_dict["param_groups"] for i in g["params"]]

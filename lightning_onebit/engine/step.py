@@ -389,11 +389,7 @@ class Step:
         """By bucket, fp32 ``(blocks,)`` of one number of parameters, ``(numbers, blocks)`` of several; made for all buckets at once."""
         tables = self._tables.get(numbers)
         if tables is None:
-            examples, place = self._sorted_kinds()
-            rows = []
-            for number in numbers:
-                values = [_value(number, p) for p in examples]
-                rows.append(self.spread(values if len(values) == 1 else [values[k] for k in place]))
+            rows = [self.spread(self.by_slot(number)) for number in numbers]
             table = rows[0] if len(rows) == 1 else torch.stack(rows)
             parts = table.split([b.blocks for b in self.kept.layout.buckets], dim=-1)
             tables = self._tables[numbers] = [part.contiguous() for part in parts]
