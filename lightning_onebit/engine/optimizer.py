@@ -73,8 +73,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
         super().__init__(params, {**defaults, "compress": True})
         self._shown_state = ShownState(self)
 
-    # ----- what users see ---------------------------------------------------------------------------------------------
-
     @property
     def exchange(self) -> ExchangeOptions:
         """How ranks exchange."""
@@ -172,7 +170,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self.param_groups.pop()
             raise
         if self._engine.kept.laid_out:
-            self._lay_out()
+            state.lay_out(self)
 
     # ----- phases -----------------------------------------------------------------------------------------------------
 
@@ -235,9 +233,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: one of ``params`` is not a parameter of this optimizer.
             RuntimeError: the algorithm cannot start some of ``params`` over alone (BinSGDM with the hierarchical exchange).
-
-        Example:
-            >>> optimizer.reset_state()
         """
         self._shown_state.forget()
         self.synchronise()
@@ -245,8 +240,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._engine.start_over(list(params))
             return
         state.start_over(self)
-
-    # ----- other ranks ------------------------------------------------------------------------------------------------
 
     def configure_communication(
         self,
@@ -450,8 +443,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Norm of this rank's worker residual relative to the norm of the momentum; 0.0 before the first exchange (a pass over memory)."""
         return self._engine.kept.residual_ratio()
 
-    # ----- the step template ------------------------------------------------------------------------------------------
-
     @torch._disable_dynamo  # as torch.optim has it: torch.compiler.disable would import the compiler with this package
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -503,17 +494,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
         self._engine.abandon()
 
-    # ----- checks -----------------------------------------------------------------------------------------------------
-
-    def _lay_out(self, **how: Any) -> None:
-        """See ``Engine.lay_out()``."""
-        engine = self._engine
-        if engine.cut_for_another_world():
-            # connected to another world since: cut everything anew (before newcomers, which have no state to save, are numbered)
-            engine.rule.leaving_world()
-            state.unpack(self, state.packed(self))
-        engine.lay_out(self.param_groups, **how)
-
     def prepare(self) -> None:
         """Lays parameters out and connects on first use, and again when a parameter becomes trainable. The first step does it.
 
@@ -525,14 +505,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
         engine.refuse_torn()
         engine.kept.groups = self.param_groups
         if not engine.kept.laid_out:
-            self._lay_out()
+            state.lay_out(self)
             return
-        layout = engine.kept.layout
         engine.refuse_changes()
-        known = set(layout.known)
-        joins = any([p.requires_grad and i not in known for i, p in enumerate(layout.params)])
+        known = set(engine.kept.layout.known)
+        joins = any([p.requires_grad and i not in known for i, p in enumerate(engine.kept.layout.params)])
         if joins or (not self.connected and not engine.reconnect()):
-            self._lay_out()
+            state.lay_out(self)
 
     def plan_description(self) -> list[str]:
         """The plan in words, one fact per line: what all ranks must agree on (options, phase, groups, layout of the parameters)."""
@@ -601,8 +580,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             TornStep: as ``state_dict()``.
         """
         self.check_whole()
-        with self._engine.changing("completing residuals"):
-            return state.rank_state(self)
+        return state.rank_state(self)
 
     @torch.inference_mode(False)  # as in load_state_dict()
     @torch.no_grad()

@@ -314,7 +314,8 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
     segments = known.get("segments", [])
     order = dict.fromkeys([i for segment in segments for i in segment])
     order |= dict.fromkeys(sorted({*saved, *known.get("known", ())}))
-    optimizer._lay_out(
+    lay_out(
+        optimizer,
         connect=False,
         newcomers="known" not in known,
         known=list(order),
@@ -349,6 +350,15 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
         optimizer._engine.link.transport.step = kept.steps + 1
 
 
+def lay_out(optimizer: OnebitOptimizer, **how: Any) -> None:
+    """See ``Engine.lay_out()``; connected to another world since, all state is cut anew before newcomers, which have none, are numbered."""
+    engine = optimizer._engine
+    if engine.cut_for_another_world():
+        engine.rule.leaving_world()
+        unpack(optimizer, packed(optimizer))
+    engine.lay_out(optimizer.param_groups, **how)
+
+
 def load_flat(kept: Arenas, flat: Tensor, key: str, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Copies per-parameter tensors of a checkpoint, where there are any, into a flat over all blocks."""
     for i, state in saved.items():
@@ -364,11 +374,11 @@ def rank_state(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """See ``OnebitOptimizer.residual_state_dict()``."""
     kept, rule = optimizer._engine.kept, optimizer._engine.rule
     tensors = {key: kept.flat[name] for name, key in rule.arenas.items() if rule.per_rank and name in kept.flat}
-    if kept.worker is not None:
-        tensors["worker_residual"] = kept.worker.settled()
-    if kept.server is not None:
-        tensors["server_residual"] = kept.server.settled()
-    return {**_rank_layout(optimizer), "tensors": {**tensors, **rule.rank_state()}}
+    with optimizer._engine.changing("completing residuals"):
+        for residual, key in ((kept.worker, "worker_residual"), (kept.server, "server_residual")):
+            if residual is not None:
+                tensors[key] = residual.settled()
+        return {**_rank_layout(optimizer), "tensors": {**tensors, **rule.rank_state()}}
 
 
 def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
