@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightning_onebit.algorithms.moments import decay
 from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshingOptimizer, RefreshOptions
 from lightning_onebit.algorithms.schedules import VariancePolicy
 from lightning_onebit.engine.options import takes
 from lightning_onebit.engine.rule import Rounds, Rule
-from lightning_onebit.engine.step import Part, Step
-from lightning_onebit.kernels import Packed
+from lightning_onebit.engine.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +18,7 @@ class AdamOptions(RefreshOptions):
 
 
 class Adam(RefreshedMoments):
-    """The rule of ``OnebitAdam``: warm-up, freeze and what is sent are ``FrozenMoments``', refreshes are ``RefreshedMoments``'."""
-
-    def take(self, s: Part, u: Packed) -> None:
-        """``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
-        r = None if self.preconditioned else s["r"]
-        s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
+    """The rule of ``OnebitAdam``: warm-up, freeze and an exchange are ``FrozenMoments``', refreshes are ``RefreshedMoments``'."""
 
     def wants_dense(self) -> bool:
         """The warm-up and refreshes."""

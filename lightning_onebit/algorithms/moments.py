@@ -24,6 +24,7 @@ from lightning_onebit.engine.options import ExchangeOptions, Options, check_flag
 from lightning_onebit.engine.rule import Rule, Saved, Sent
 from lightning_onebit.engine.state import load_flat
 from lightning_onebit.engine.step import Facts, Group, Part, Step
+from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
 
 #: steps from which every bias correction 1 - beta**t is exactly 1 in floating point
@@ -121,6 +122,11 @@ class FrozenMoments(Rule):
         """``b1 m + (1-b1) g``, or preconditioned ``b1 u + (1-b1) g r``."""
         return Sent(b=s.each(new_share), a=s.each(beta1), m=s.momentum, r=s["r"] if self.preconditioned else None)
 
+    def take(self, s: Part, u: Packed) -> None:
+        """``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
+        r = None if self.preconditioned else s["r"]
+        s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
+
     def lr_t(self, p: Facts) -> float:
         """``lr / (1-b1^t)``."""
         return float(p["lr"] / self.first_correction(p))
@@ -134,20 +140,6 @@ class FrozenMoments(Rule):
         if not self.options.bias_correction:
             return 1.0
         return 1.0 - self.kept.group(index)["betas"][1] ** max(1, self.updates.get(index, self.kept.t[index]))
-
-    def learn(self, p: Facts, updates: float) -> None:
-        """Moments of a parameter from its averaged gradient; the second moment as if that gradient had come ``updates`` times."""
-        kept, (b1, b2) = self.kept, p["betas"]
-        g, keep = kept.grad(p.index).float(), b2**updates
-        kept.moment("m", p.index).lerp_(g, 1 - b1)
-        kept.moment("v", p.index).mul_(keep).addcmul_(g, g, value=1 - keep)
-        self.updates[p.index] = self.updates.get(p.index, p.t) + updates
-
-    def move(self, p: Facts) -> None:
-        """``x -= lr wd x + lr_t m r``, before the step has been counted."""
-        x = self.kept.weight(p.index).mul_(1 - p["lr"] * p["weight_decay"])
-        lr_t = p["lr"] / self.first_correction(p, ahead=1)
-        x.addcmul_(self.kept.moment("m", p.index), self.kept.moment("r", p.index), value=-lr_t)
 
     # ----- denominators ------------------------------------------------------------------------------------------------
 
@@ -202,10 +194,6 @@ class FrozenMoments(Rule):
             self.kept.cold.discard(index)
         else:
             self.kept.cold.add(index)
-
-    def invert_kept(self, index: int) -> None:
-        """Reciprocal denominators of one parameter by its second moments in their arena."""
-        self.invert(index, self.kept.part("v", index), self.kept.part("r", index))
 
     def floor(self, v: Tensor) -> None:
         """Applies the denominator rule's floor to second moments (flat over all blocks) in place."""

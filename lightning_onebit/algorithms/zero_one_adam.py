@@ -20,8 +20,7 @@ from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.masters import adopted
 from lightning_onebit.engine.options import ExchangeOptions, takes
 from lightning_onebit.engine.rule import Rounds, Rule, Saved
-from lightning_onebit.engine.step import Facts, Group, Part, Step
-from lightning_onebit.kernels import Packed
+from lightning_onebit.engine.step import Facts, Group, Step
 from lightning_onebit.kernels.common import bit_sums
 
 log = logging.getLogger("lightning_onebit")
@@ -158,10 +157,7 @@ class ZeroOne(RefreshedMoments):
         used = kept.worker is not None and "r" in kept.flat
         noisy = [i for i in s.indices if i in kept.layout.slot_of and i not in kept.late and used]
         super().dense(Group(s.step, s.of, [i for i in s.indices if i not in noisy]) if noisy else s)
-        for p in map(s.step.facts, noisy):
-            self.learn(p, self.updates_of_refresh(p))
-            self.invert_kept(p.index)
-            self.move(p)
+        self.learn_and_move(s.step, noisy)
 
     def _step_without_variance(self, step: Step) -> None:
         """A dense round at lr = 0: momenta of all ranks meet again, v is not touched and x does not move."""
@@ -216,16 +212,11 @@ class ZeroOne(RefreshedMoments):
         else:
             kept.hold_by_bucket()
             step.exchange_all()
+            kept.exchanged = 1
             local.reset()
         if kept.phase is Phase.LOCAL:
             self._record_round(synchronised)
         return False
-
-    def take(self, s: Part, u: Packed) -> None:
-        """As in 1-bit Adam: ``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
-        r = None if self.preconditioned else s["r"]
-        s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
-        self.kept.exchanged = 1
 
     def _record_round(self, synchronised: bool) -> None:
         self.sync_policy.record(synchronised)
