@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_onebit.algorithms.moments import FrozenMoments
+from lightning_onebit.engine.arenas import Arenas
 from lightning_onebit.engine.codec import OneBit
-from lightning_onebit.engine.masters import adopt_, adopted
+from lightning_onebit.engine.masters import adopted
 from lightning_onebit.engine.rule import Sent
 from lightning_onebit.engine.step import Part, Step
 from lightning_onebit.kernels import Packed
@@ -27,8 +27,8 @@ class Local:
         steps: H: local steps since then.
     """
 
-    def __init__(self, rule: FrozenMoments) -> None:
-        self._rule, self._kept = rule, rule.kept
+    def __init__(self, kept: Arenas, *, preconditioned: bool) -> None:
+        self._kept, self._preconditioned = kept, preconditioned
         self.way: list[float] = []
         self.steps = 0
         self._anchored = False
@@ -78,12 +78,12 @@ class Local:
 
         def send(s: Part) -> Sent:
             b = over[s.blocks.index][s.lo : s.hi]
-            return Sent(b=b, r=s["r"] if self._rule.preconditioned else None, g=s.whole("u"))
+            return Sent(b=b, r=s["r"] if self._preconditioned else None, g=s.whole("u"))
 
         def take(s: Part, u: Packed) -> None:
             self._take(s, u, times[s.blocks.index])
 
-        step.exchange(OneBit(step, send, take, self._rule.finish, becomes_momentum=False))
+        step.exchange(OneBit(step, send, take, becomes_momentum=False))
 
     def _mean_lr_t(self, step: Step, power: int) -> Sequence[Tensor]:
         """By bucket, fp32 ``(blocks,)``: S/H (1 where a parameter takes no part), to a power."""
@@ -98,7 +98,7 @@ class Local:
         moves = [s.step.active[layout.slots[p.param]] for p in bucket.spans]
         moving = [view if moved else None for view, moved in zip(views, moves, strict=True)]
         ones = torch.ones(bucket.blocks, dtype=torch.float32, device=layout.device)
-        s.kernels.apply_adam(bucket, moving, u, None if self._rule.preconditioned else s["r"], ones, alpha)
+        s.kernels.apply_adam(bucket, moving, u, None if self._preconditioned else s["r"], ones, alpha)
         s.kernels.scatter(bucket, anchor, s.x)
         kept.exchanged = self.steps
         u.scales.div_(self.steps)  # the mean of their momenta
@@ -108,39 +108,6 @@ class Local:
         kept.as_momentum(momentum, bucket.first_block * bucket.block_size)
         momentum.view(-1, bucket.block_size)[idle] = before
         s["u"].zero_()
-
-    # ----- the model that is shown -------------------------------------------------------------------------------------
-
-    def show_shared(self) -> None:
-        """Points parameters at the anchor; nothing is copied (fp32)."""
-        kept = self._kept
-        for i in kept.layout.slots:
-            p, anchor = kept.layout.params[i], self.anchor(i)
-            # (there already, where a signal has broken the last call or the way back)
-            kept.hidden.setdefault(i, p.data)
-            p.data = anchor if p.dtype == anchor.dtype else torch.empty_like(p.data).copy_(anchor)
-        kept.showing = True
-
-    def show_own(self) -> None:
-        """Points parameters back at this rank's own weights."""
-        self.adopt_shown()
-        self._kept.showing = False
-        for i, data in self._kept.hidden.items():
-            self._kept.layout.params[i].data = data
-        self._kept.hidden = {}
-
-    @torch.no_grad()
-    def adopt_shown(self) -> None:
-        """Takes into the anchor what the program has written into the 16-bit copies that showed it."""
-        for i in self._kept.hidden.keys() & self._kept.masters.keys() if self._kept.showing else ():
-            adopt_([(self._kept.layout.params[i], self.anchor(i))])
-
-    def keep_shown(self) -> None:
-        """Gives what is shown memory of the parameters' own."""
-        self.adopt_shown()
-        for i in self._kept.hidden:
-            p = self._kept.layout.params[i]
-            p.data = p.data.clone()
 
     def own_weights(self) -> Tensor:
         """This rank's weights, a flat over all blocks."""

@@ -79,7 +79,7 @@ class ZeroOne(RefreshedMoments):
     def __init__(self, options: ZeroOneAdamOptions, exchange: ExchangeOptions) -> None:
         super().__init__(options, exchange)
         self.sync_policy = SyncPolicy(options.local_steps)
-        self.local = Local(self)
+        self.local = Local(self.kept, preconditioned=self.preconditioned)
         # steps since the last synchronisation, and S, of a checkpoint: they count once this rank's own part is loaded
         self._interrupted: tuple[int, list[float]] | None = None
 
@@ -256,13 +256,7 @@ class ZeroOne(RefreshedMoments):
 
     def show_shared(self) -> None:
         if self.mid_local and not self.kept.showing:
-            self.local.show_shared()
-
-    def show_own(self) -> None:
-        self.local.show_own()
-
-    def keep_shown(self) -> None:
-        self.local.keep_shown()
+            self.kept.show(self.local.anchor)
 
     def synchronise(self, step: Step) -> None:
         self.local.synchronise(step)
@@ -274,7 +268,7 @@ class ZeroOne(RefreshedMoments):
     def leaving_world(self) -> None:
         """See the base; what a rank has done alone means nothing in another world."""
         if self.mid_local:
-            self.local.show_own()
+            self.kept.show_own()
             for i in self.kept.layout.slots:
                 self.kept.weight(i).copy_(self.local.anchor(i))
             self.kept.publish(self.kept.layout.slots)
@@ -347,7 +341,7 @@ class ZeroOne(RefreshedMoments):
         layout = super().rank_layout()
         if not self.mid_local:
             return layout
-        self.local.adopt_shown()
+        self.kept.adopt_shown()
         return {**layout, "shared_weights": bit_sums([self.local.anchor(i) for i in self.kept.layout.slots])}
 
     def rank_state(self) -> dict[str, Tensor]:

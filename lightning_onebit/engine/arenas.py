@@ -64,7 +64,7 @@ class Arenas:
         own: moments of parameters that take no part in the exchange (``compress=False``, late ones), by index and name.
         masters: fp32 weights of 16-bit parameters.
         hidden: this rank's own weights of parameters that show others for a while.
-        showing: whether all parameters show the model that ranks share.
+        showing: what gives exchanged parameters the weights that they show meanwhile; None: they show their own.
         exchanged: steps whose momenta the last exchange has carried.
         momentum: by bucket, as it travels: bits and scales, or an fp32 flat; empty while it is the arena ``"m"``.
         worker, server: the residuals of both sides; None before there is one.
@@ -103,7 +103,8 @@ class Arenas:
         self.own: dict[int, dict[str, Tensor]] = {}
         self.masters: dict[int, Tensor] = {}
         self.hidden: dict[int, Tensor] = {}
-        self.showing, self.exchanged = False, 1
+        self.showing: Callable[[int], Tensor] | None = None
+        self.exchanged = 1
         self.momentum: list[Tensor | Packed] = []
         self.worker: Residual | None = None
         self.server: Residual | None = None
@@ -280,6 +281,36 @@ class Arenas:
         params = self.layout.params
         if self.masters and (pairs := [(params[i], self.masters[i]) for i in indices if i in self.masters]):
             torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
+
+    def show(self, weights_of: Callable[[int], Tensor]) -> None:
+        """Points exchanged parameters at other weights than their own; nothing is copied (fp32)."""
+        for i in self.layout.slots:
+            p, weights = self.layout.params[i], weights_of(i)
+            # (there already, where a signal has broken the last call or the way back)
+            self.hidden.setdefault(i, p.data)
+            p.data = weights if p.dtype == weights.dtype else torch.empty_like(p.data).copy_(weights)
+        self.showing = weights_of
+
+    def show_own(self) -> None:
+        """Points parameters back at this rank's own weights."""
+        self.adopt_shown()
+        self.showing = None
+        for i, data in self.hidden.items():
+            self.layout.params[i].data = data
+        self.hidden = {}
+
+    @torch.no_grad()
+    def adopt_shown(self) -> None:
+        """Takes into what is shown what the program has written into the 16-bit copies that show it."""
+        if self.showing is not None:
+            adopt_((self.layout.params[i], self.showing(i)) for i in self.hidden.keys() & self.masters.keys())
+
+    def keep_shown(self) -> None:
+        """Gives what is shown memory of the parameters' own: connections end."""
+        self.adopt_shown()
+        for i in self.hidden:
+            p = self.layout.params[i]
+            p.data = p.data.clone()
 
     # ----- residuals ---------------------------------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ class OneBit(Codec):
         step: Step,
         send: Callable[[Part], Sent],
         take: Callable[[Part, Packed], Any],
-        done: Callable[[Step, Sequence[tuple[Part, Packed, Any]]], None],
+        done: Callable[[Step, Sequence[tuple[Part, Packed, Any]]], None] | None = None,
         *,
         becomes_momentum: bool = True,
     ) -> None:
@@ -177,7 +177,8 @@ class OneBit(Codec):
             self._workers, self._servers = {}, {}
             for bucket, gathered in self.arrived:
                 self._apply(bucket, gathered)
-        self._done(self.step, self._taken)
+        if self._done is not None:
+            self._done(self.step, self._taken)
 
 
 class Protected:

@@ -212,7 +212,7 @@ class Engine:
 
     def abandon(self) -> None:
         """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
-        self.kept.hidden, self.kept.showing = {}, False  # weights that are shown are those of the state that is loaded
+        self.kept.hidden, self.kept.showing = {}, None  # weights that are shown are those of the state that is loaded
         self.early.abandon()
         self.link.finish_reduction()
         self.running = self.scales.unread = self.kept.comparison = None
@@ -574,7 +574,7 @@ class Engine:
 
     def release(self) -> None:
         """Gives hooks, buffers and groups back; state stays."""
-        self.rule.keep_shown()
+        self.kept.keep_shown()
         self.link.release()
         self.early.remove_hooks()
         self.early.forget()

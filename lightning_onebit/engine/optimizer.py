@@ -306,7 +306,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         It is the weights of the last synchronisation, decayed since. No communication. Training continues as if nobody had looked.
         What is written into a weight inside the context changes the shared model alone.
         """
-        shown = self._engine.kept.showing
+        shown = self._engine.kept.showing is not None
         self.show_consensus()
         try:
             yield
@@ -320,7 +320,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def show_local(self) -> None:
         """Points parameters back at this rank's own weights; see ``show_consensus()``."""
-        self._engine.rule.show_own()
+        self._engine.kept.show_own()
 
     @torch.no_grad()
     def synchronise(self) -> None:

@@ -222,13 +222,7 @@ class Rule:
         return False
 
     def show_shared(self) -> None:
-        """Shows the model that all ranks share."""
-
-    def show_own(self) -> None:
-        """Shows this rank's own weights again."""
-
-    def keep_shown(self) -> None:
-        """Makes what is shown the parameters' own memory: connections end."""
+        """Shows the model that all ranks share, where it is another than this rank's own."""
 
     def synchronise(self, step: Step) -> None:
         """Brings replicas together without a step."""
