@@ -122,7 +122,7 @@ class FrozenMoments(Rule):
         """``b1 m + (1-b1) g``, or preconditioned ``b1 u + (1-b1) g r``."""
         return Sent(b=s.each(new_share), a=s.each(beta1), m=s.momentum, r=s["r"] if self.preconditioned else None)
 
-    def take(self, s: Part, u: Packed) -> None:
+    def take(self, s: Part, u: Packed) -> Any:
         """``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
         r = None if self.preconditioned else s["r"]
         s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
