@@ -201,10 +201,8 @@ class Binary(Rule):
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
         if self.live.numel():
-            yield (
-                "live",
-                torch.cat([unpack_bits(self.live_of(bucket)).flatten() for bucket in self.kept.layout.buckets]),
-            )
+            parts = map(self.live_of, self.kept.layout.buckets)
+            yield "live", torch.cat([unpack_bits(words).flatten() for words in parts])
 
     def books(self) -> dict[str, Any]:
         return {"merge_due": self.merge_due}

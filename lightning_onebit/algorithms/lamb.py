@@ -11,10 +11,10 @@ from torch import Tensor
 
 from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptimizer, MomentOptions, beta1
 from lightning_onebit.algorithms.updates import floor_second_moment_
-from lightning_onebit.comm import Plan, memory_order
+from lightning_onebit.comm import memory_order
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.masters import portions
-from lightning_onebit.engine.options import ExchangeOptions, check_number, takes
+from lightning_onebit.engine.options import check_number, takes
 from lightning_onebit.engine.rule import Rule, Saved
 from lightning_onebit.engine.state import load_flat
 from lightning_onebit.engine.step import Facts, Group, Part, Step
@@ -100,11 +100,6 @@ class Lamb(FrozenMoments):
     later_arenas: ClassVar[dict[str, str]] = {"fresh": "exp_avg_sq_fresh"}
     numbers: ClassVar[dict[str, float]] = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
     needs_old_momentum: ClassVar[bool] = True
-
-    def __init__(self, options: LambOptions, exchange: ExchangeOptions) -> None:
-        # of a plan: runs of blocks (of a slot each, or padding), and where the runs of all slots are among them
-        self._runs: tuple[Plan, Tensor, Tensor] | None = None
-        super().__init__(options, exchange)
 
     def kinds(self) -> Sequence[Hashable]:
         """The updates that second moments had before they froze."""
@@ -203,8 +198,8 @@ class Lamb(FrozenMoments):
         for part, _, norms in taken:
             first = part.blocks.first_block
             rows[first : first + part.blocks.blocks] = norms.double()
-        up, u = self._per_slot(rows[:, :2], "sum").sqrt().unbind(dim=1)
-        largest = self._per_slot(rows[:, 2:], "max")[:, 0]
+        up, u = kept.layout.per_slot(rows[:, :2], "sum").sqrt().unbind(dim=1)
+        largest = kept.layout.per_slot(rows[:, 2:], "max")[:, 0]
         f = torch.where(largest > 0, largest, torch.ones_like(largest))
         k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
         f = torch.where(upload(step.by_slot("weight_decay"), kept.device, torch.float64) > 0, f * k + (1 - k), f)
@@ -215,22 +210,6 @@ class Lamb(FrozenMoments):
         active = upload([step.active[i] for i in kept.layout.slots], kept.device)
         kept.numbers["last_factor"][index] = torch.where(active, f, last)
         return kept.numbers["coeff_average"][index] * f
-
-    def _per_slot(self, rows: Tensor, reduction: str) -> Tensor:
-        """Reduces what blocks have (``(blocks, k)``) to what slots have (``(slots, k)``), blocks taken in order (deterministic)."""
-        layout, plan = self.kept.layout, self.kept.layout.plan
-        if self._runs is None or self._runs[0] is not plan:
-            # blocks of a segment lie in reverse order of its slots, and padding blocks come last
-            counts: list[int] = []
-            places: list[int] = []
-            for size in layout.segments:
-                slots = layout.slots[len(places) : len(places) + size]
-                places += reversed(range(len(counts), len(counts) + size))
-                blocks = [-(-layout.params[i].numel() // plan.block_size) for i in reversed(slots)]
-                counts += [*blocks, -sum(blocks) % layout.ranks.size]
-            self._runs = plan, upload(counts, self.kept.device), upload(places, self.kept.device)
-        _, lengths, where = self._runs
-        return torch.segment_reduce(rows, reduction, lengths=lengths, initial=0.0, unsafe=True)[where]
 
     # ----- parameters that join or learn late --------------------------------------------------------------------------
 
