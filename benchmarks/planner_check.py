@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_onebit.algorithms.schedules import IntervalPolicy, replay_schedule
+from lightning_onebit.algorithms import LocalSteps
+from lightning_onebit.algorithms.schedules import SyncPolicy, replay_schedule
 from lightning_onebit.tools.plan import ADAMW_BYTES, Cluster, Job, fit_compute, plot, predict
 
 ROOT = Path(__file__).parents[1]
@@ -92,7 +93,9 @@ def arithmetic() -> list[Row]:
         # against fp16, without scales, as the papers count
         return 1 / (share + (1 - share) / 16)
 
-    counts = replay_schedule(152_511, freeze_step=12_500, policy=IntervalPolicy(16, scaler=32_678), refresh=False)
+    counts = replay_schedule(
+        152_511, freeze_step=12_500, policy=SyncPolicy(LocalSteps(double_every=32_678)), refresh=False
+    )
     share = 23_000 / 152_500
     stage = max(compressed / dense for dense, compressed in PUBLISHED.values())
     return [

@@ -19,7 +19,7 @@ from harness import grouped, run_ranks
 from optim_support import CLASSES, in_the_oracles_letters
 
 from lightning_onebit.algorithms import LambCoefficients, LocalSteps
-from lightning_onebit.algorithms.schedules import make_sync_policy, replay_schedule
+from lightning_onebit.algorithms.schedules import SyncPolicy, replay_schedule
 
 DATA = Path(__file__).parent / "data"
 RECORDED = json.loads((DATA / "deepspeed_0_19_6.json").read_text())
@@ -145,10 +145,10 @@ def test_schedule_replay_gives_the_published_rounds() -> None:
     )
     assert theirs == published
     # it asks `step > var_freeze_step` after the step, so its 12,500 lets 12,501 steps pass before the local stage
-    policy = make_sync_policy(LocalSteps(double_every=32_678))
+    policy = SyncPolicy(LocalSteps(double_every=32_678))
     ours = replay_schedule(152_511, freeze_step=12_501, policy=policy, refresh=False)
     assert ours == published
-    policy = make_sync_policy(LocalSteps())
+    policy = SyncPolicy(LocalSteps())
     ours = replay_schedule(152_511, freeze_step=12_500, policy=policy, refresh=False)
     assert sum(ours.values()) == 152_511
     for kind, count in published.items():

@@ -12,6 +12,7 @@ import torch
 import lightning_onebit as ob
 from lightning_onebit.algorithms import AdamOptions, BinSGDMOptions, LambOptions, ZeroOneAdamOptions
 from lightning_onebit.engine import Options
+from lightning_onebit.engine.options import takes
 from lightning_onebit.strategy.registry import ALGORITHMS
 
 OPTIMIZERS = [algorithm.optimizer for algorithm in ALGORITHMS.values()]
@@ -117,13 +118,36 @@ def test_a_constructor_shows_the_fields_of_its_dataclass(cls: Any, options: type
     own = {f.name for f in dataclasses.fields(options) if not f.name.startswith("_")}
     assert own < shown.keys() and not any(name.startswith("_") for name in shown)
     assert not any(p.kind is p.VAR_KEYWORD for p in shown.values())
-    code = cls.__init__.__code__
+    code = inspect.unwrap(cls.__init__).__code__
     assert own.isdisjoint(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
     for f in dataclasses.fields(options):
         if f.name in own:
             assert shown[f.name].kind is inspect.Parameter.KEYWORD_ONLY and shown[f.name].default == f.default
             assert not isinstance(shown[f.name].annotation, str)
     assert made(cls).options == options()
+
+
+def test_a_subclass_without_a_constructor_takes_options_of_its_own() -> None:
+    """Also one of an optimizer that takes options itself, whose signature stays as it was."""
+
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Mine(AdamOptions):
+        extra: int = 3
+
+    before = inspect.signature(ob.OnebitAdam)
+
+    @takes(Mine)
+    class MyAdam(ob.OnebitAdam):
+        """With one option more."""
+
+    shown = inspect.signature(MyAdam).parameters
+    assert list(shown)[:5] == ["params", "lr", "betas", "eps", "weight_decay"] and list(shown)[-1] == "exchange"
+    assert shown.keys() - before.parameters.keys() == {"extra"} and shown["extra"].default == 3
+    assert inspect.signature(ob.OnebitAdam) == before
+    optimizer = made(MyAdam, lr=0.5, extra=7, freeze_step=2)
+    assert optimizer.options == Mine(extra=7, freeze_step=2) and optimizer.param_groups[0]["lr"] == 0.5
+    with pytest.raises(TypeError, match="extra=7"):
+        made(ob.OnebitAdam, extra=7)
 
 
 @pytest.mark.parametrize("cls", OPTIMIZERS)

@@ -21,7 +21,7 @@ from optim_support import CLASSES, NO_WARM_UP
 from lightning_onebit import _text
 from lightning_onebit._text import format_bits, format_seconds
 from lightning_onebit.algorithms import LocalSteps, OnebitAdam, OnebitLamb, schedules
-from lightning_onebit.algorithms.schedules import IntervalPolicy, replay_schedule
+from lightning_onebit.algorithms.schedules import SyncPolicy, replay_schedule
 from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
 from lightning_onebit.comm import (
     Collective,
@@ -270,7 +270,7 @@ def test_rounds_of_0_1_adam_are_counted_as_the_optimizer_makes_them(refresh: str
         last = optimizer.ledger.last
         assert last is not None
         counts["dense" if last.dense else "silent" if optimizer.mid_local else "one_bit"] += 1
-    policy = IntervalPolicy(4, scaler=4)
+    policy = SyncPolicy(LocalSteps(max_gap=4, double_every=4))
     found = replay_schedule(60, freeze_step=8, policy=policy, refresh=refresh == "auto")
     assert found == counts and counts["silent"] > 5
     if refresh == "auto":
@@ -331,10 +331,7 @@ def test_fitting_compute_recovers_what_the_model_was_given() -> None:
         (bench, ("measure_link", "break_even")),
         (
             schedules,
-            (
-                *("VariancePolicy", "SyncPolicy", "IntervalPolicy", "LearningRatePolicy"),
-                *("make_sync_policy", "replay_schedule"),
-            ),
+            ("VariancePolicy", "SyncPolicy", "replay_schedule"),
         ),
         (_text, ("format_figure", "format_table")),
     ],

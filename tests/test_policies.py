@@ -12,11 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_onebit.algorithms.schedules import (
-    IntervalPolicy,
-    LearningRatePolicy,
     LocalSteps,
+    SyncPolicy,
     VariancePolicy,
-    make_sync_policy,
     replay_schedule,
 )
 
@@ -95,7 +93,7 @@ def test_the_schedule_goes_on_where_it_was_after_a_resume() -> None:
 
 
 def test_synchronisation_gap_doubles_every_scaler_steps_up_to_the_clipper() -> None:
-    policy = IntervalPolicy(4, scaler=3)
+    policy = SyncPolicy(LocalSteps(max_gap=4, double_every=3))
     policy.start(10, 1.0)
     # gaps 1 at 11-13, 2 at 14-16, 4 from 17 on
     assert [policy.gap(step, 1.0) for step in range(11, 21)] == [1, 1, 1, 2, 2, 2, 4, 4, 4, 4]
@@ -103,13 +101,13 @@ def test_synchronisation_gap_doubles_every_scaler_steps_up_to_the_clipper() -> N
 
 
 def test_a_clipper_of_one_synchronises_at_every_step() -> None:
-    policy = IntervalPolicy(1, scaler=2)
+    policy = SyncPolicy(LocalSteps(max_gap=1))
     policy.start(5, 1.0)
     assert synchronisations(policy, 6, 40) == list(range(6, 41))
 
 
 def test_gap_follows_the_learning_rate() -> None:
-    policy = LearningRatePolicy(8)
+    policy = SyncPolicy(LocalSteps(max_gap=8, double_every="lr_halving"))
     policy.start(10, 0.4)
     gaps = {0.4: 1, 0.21: 1, 0.2: 2, 0.11: 2, 0.1: 4, 0.05: 8, 0.001: 8, 0.0: 8, 0.8: 1}
     assert {lr: policy.gap(11, lr) for lr in gaps} == gaps
@@ -121,7 +119,7 @@ def test_gap_follows_the_learning_rate() -> None:
 def test_an_lr_that_halves_by_multiplication_reaches_its_power_of_two() -> None:
     """Also in seven steps, after which rounding leaves it a little above the half."""
     for steps in (1, 7):
-        policy, lr, above = LearningRatePolicy(1024), 0.003, 0
+        policy, lr, above = SyncPolicy(LocalSteps(max_gap=1024, double_every="lr_halving")), 0.003, 0
         policy.start(0, lr)
         for step in range(10 * steps + 1):
             assert policy.gap(1, lr) == 2 ** (step // steps), f"step {step}"
@@ -142,7 +140,7 @@ def test_replay_counts_the_rounds_of_the_written_down_policies(
     scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, refresh: bool
 ) -> None:
     gaps = {"double_every": local_scaler} if clipper > 1 else {}
-    policy = make_sync_policy(LocalSteps(max_gap=clipper, **gaps))
+    policy = SyncPolicy(LocalSteps(max_gap=clipper, **gaps))
     ours = replay_schedule(steps, freeze_step=freeze, policy=policy, refresh=refresh, doubling=scaler)
     t_v, t_u = oracle.VariancePolicy(scaler), oracle.SyncPolicy(freeze, local_scaler, clipper)
     theirs = {"dense": 0, "one_bit": 0, "silent": 0}
@@ -168,7 +166,7 @@ def test_sync_policy_continues_from_its_state(double_every: Any, cut: int) -> No
         return 0.5 ** (step / 7)
 
     def fresh() -> Any:
-        return make_sync_policy(LocalSteps(max_gap=8, double_every=double_every))
+        return SyncPolicy(LocalSteps(max_gap=8, double_every=double_every))
 
     whole, first, second = fresh(), fresh(), fresh()
     for policy in (whole, first):

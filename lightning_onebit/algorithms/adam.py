@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightning_onebit.algorithms.moments import decay
-from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshOptions
+from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshingOptimizer, RefreshOptions
 from lightning_onebit.algorithms.schedules import VariancePolicy
-from lightning_onebit.engine.optimizer import OnebitOptimizer
-from lightning_onebit.engine.options import ExchangeOptions, takes
+from lightning_onebit.engine.options import takes
 from lightning_onebit.engine.rule import Rounds, Rule
-from lightning_onebit.engine.step import Part, Step
-from lightning_onebit.kernels import Packed
+from lightning_onebit.engine.step import Step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +18,7 @@ class AdamOptions(RefreshOptions):
 
 
 class Adam(RefreshedMoments):
-    """The rule of ``OnebitAdam``: warm-up, freeze and what is sent are ``FrozenMoments``', refreshes are ``RefreshedMoments``'."""
-
-    def take(self, s: Part, u: Packed) -> None:
-        """``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
-        r = None if self.preconditioned else s["r"]
-        s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
+    """The rule of ``OnebitAdam``: warm-up, freeze and an exchange are ``FrozenMoments``', refreshes are ``RefreshedMoments``'."""
 
     def wants_dense(self) -> bool:
         """The warm-up and refreshes."""
@@ -46,7 +38,7 @@ class Adam(RefreshedMoments):
 
 
 @takes(AdamOptions)
-class OnebitAdam(OnebitOptimizer):
+class OnebitAdam(RefreshingOptimizer):
     r"""1-bit Adam: Adam with a frozen second moment and one-bit, error-compensated momentum.
 
     For ``t <= freeze_step`` (warm-up) gradients are averaged densely and the step is that of ``torch.optim.AdamW``.
@@ -89,29 +81,8 @@ class OnebitAdam(OnebitOptimizer):
     algorithm = "onebit_adam"
     rule_class: ClassVar[type[Rule]] = Adam
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        exchange: ExchangeOptions | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
-        )
-
     @classmethod
     def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
         """See the base; refreshes are dense."""
         dense = freeze_step + VariancePolicy().count(freeze_step, steps)
         return Rounds(dense, steps - dense)
-
-    @property
-    def variance_policy(self) -> VariancePolicy:
-        """When second moments are refreshed."""
-        policy: VariancePolicy = self._engine.rule.variance_policy  # type: ignore[attr-defined]
-        return policy

@@ -69,8 +69,8 @@ class Binary(Rule):
 
     def __init__(self, options: BinSGDMOptions, exchange: ExchangeOptions) -> None:
         super().__init__(options, exchange)
-        # by bucket: int32 (blocks, words), coordinates that have had a gradient on some rank
-        self.live: list[Tensor] = []
+        # bits of all blocks, int32 (blocks, words): coordinates that have had a gradient on some rank
+        self.live = torch.zeros((0, 0), dtype=torch.int32)
         # the bitmap was laid out anew (a parameter joined), or a tensor has its first gradient: unite it at the next step
         self.merge_due = False
 
@@ -127,19 +127,21 @@ class Binary(Rule):
 
     def set_live(self, flat: Tensor) -> None:
         """Packs the bitmap of live coordinates from bools over all blocks."""
-        words = self.kept.exchange.block_size // 32
-        buckets, device = self.kept.layout.buckets, self.kept.device
-        self.live = [torch.zeros((bucket.blocks, words), dtype=torch.int32, device=device) for bucket in buckets]
-        for bucket, packed in zip(buckets, self.live, strict=True):
-            pack_bits(bucket.slice(flat).view(-1, bucket.block_size), packed)
+        plan, size = self.kept.layout.plan, self.kept.exchange.block_size
+        self.live = torch.zeros((plan.blocks, size // 32), dtype=torch.int32, device=self.kept.device)
+        for bucket in plan.buckets:
+            pack_bits(bucket.slice(flat).view(-1, size), self.live_of(bucket))
+
+    def live_of(self, bucket: Bucket) -> Tensor:
+        """A bucket's part of the bitmap."""
+        return self.live[bucket.first_block : bucket.first_block + bucket.blocks]
 
     def never_live(self) -> set[int]:
         """Parameters of which no coordinate has had a gradient, by the bitmap."""
         layout = self.kept.layout
-        live = [(words != 0).any(1) for words in self.live]
-        if not live or not self.kept.compresses:
+        if not self.kept.compresses:
             return set()
-        owners = set(layout.plan.block_param[torch.cat(live)].tolist())
+        owners = set(layout.plan.block_param[(self.live != 0).any(1)].tolist())
         return {i for slot, i in enumerate(layout.slots) if slot not in owners and layout.params[i].numel()}
 
     def unheard(self) -> list[int]:
@@ -166,11 +168,9 @@ class Binary(Rule):
         layout = self.kept.layout
         if index not in layout.slot_of:
             return {}
-        live = [torch.zeros(0, dtype=torch.bool, device=layout.device)]
-        for bucket, span in layout.plan.spans_of(layout.slot_of[index]):
-            words = self.live[bucket.index][span.block : span.block + span.blocks(bucket.block_size)]
-            live.append(unpack_bits(words).flatten()[: span.numel])
-        return {"live": torch.cat(live)}
+        size, numel = layout.plan.block_size, layout.params[index].numel()
+        first = layout.plan.starts[layout.slot_of[index]] // size
+        return {"live": unpack_bits(self.live[first : first + -(-numel // size)]).flatten()[:numel]}
 
     def laid_out(self, kept: Mapping[int, Mapping[str, Tensor]], *, in_use: bool, grew: bool) -> None:
         if self.kept.sharded and kept:
@@ -201,8 +201,9 @@ class Binary(Rule):
     # ----- saving ------------------------------------------------------------------------------------------------------
 
     def saved(self) -> Iterator[tuple[str, Tensor]]:
-        if self.live:
-            yield "live", torch.cat([unpack_bits(words).flatten() for words in self.live])
+        if self.live.numel():
+            parts = map(self.live_of, self.kept.layout.buckets)
+            yield "live", torch.cat([unpack_bits(words).flatten() for words in parts])
 
     def books(self) -> dict[str, Any]:
         return {"merge_due": self.merge_due}
@@ -301,7 +302,7 @@ class Votes(Codec):
         """Keeps the bits until all buckets are in, or takes the united bitmap."""
         words = gathered.view(-1).view(torch.int32).view(bucket.blocks, bucket.block_size // 32)
         if self._merging:
-            self._rule.live[bucket.index] |= words
+            self._rule.live_of(bucket).bitwise_or_(words)
             return
         self._drawn.append((bucket, words))
         if guard := self.protected.get(bucket.index):
@@ -318,7 +319,7 @@ class Votes(Codec):
             kept.cold = rule.never_live()
         for bucket, words in self._drawn:
             s = self.step.part(bucket, 0, bucket.blocks)
-            kept.kernels.apply_votes(bucket, s.x, words, rule.live[bucket.index], s.each(decay), s.each(_downhill))
+            kept.kernels.apply_votes(bucket, s.x, words, rule.live_of(bucket), s.each(decay), s.each(_downhill))
 
 
 def _downhill(p: Facts) -> float:

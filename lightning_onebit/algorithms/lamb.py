@@ -9,17 +9,20 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptions, beta1
-from lightning_onebit.algorithms.updates import dense_lamb_, floor_second_moment_
-from lightning_onebit.comm import Plan, memory_order
+from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptimizer, MomentOptions, beta1
+from lightning_onebit.algorithms.updates import floor_second_moment_
+from lightning_onebit.comm import memory_order
 from lightning_onebit.engine.arenas import Phase
-from lightning_onebit.engine.optimizer import OnebitOptimizer
-from lightning_onebit.engine.options import ExchangeOptions, check_number, takes
+from lightning_onebit.engine.masters import portions
+from lightning_onebit.engine.options import check_number, takes
 from lightning_onebit.engine.rule import Rule, Saved
 from lightning_onebit.engine.state import load_flat
 from lightning_onebit.engine.step import Facts, Group, Part, Step
 from lightning_onebit.kernels import Packed
 from lightning_onebit.kernels.transfer import upload
+
+# elements treated at once where temporaries are needed, so that none grows with the model
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,33 +94,12 @@ def _new_share2(p: Facts) -> float:
     return float(1.0 - p["betas"][1])
 
 
-def _eps(p: Facts) -> float:
-    return float(p["eps"])
-
-
-def _wd(p: Facts) -> float:
-    return float(p["weight_decay"])
-
-
-def _decays(p: Facts) -> bool:
-    return bool(p["weight_decay"] > 0)
-
-
-def _lr(p: Facts) -> float:
-    return float(p["lr"])
-
-
 class Lamb(FrozenMoments):
     """The rule of ``OnebitLamb``. Numbers of each tensor: c_avg, r (the last f) and c of the last step."""
 
     later_arenas: ClassVar[dict[str, str]] = {"fresh": "exp_avg_sq_fresh"}
     numbers: ClassVar[dict[str, float]] = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
     needs_old_momentum: ClassVar[bool] = True
-
-    def __init__(self, options: LambOptions, exchange: ExchangeOptions) -> None:
-        # of a plan: runs of blocks (of a slot each, or padding), and where the runs of all slots are among them
-        self._runs: tuple[Plan, Tensor, Tensor] | None = None
-        super().__init__(options, exchange)
 
     def kinds(self) -> Sequence[Hashable]:
         """The updates that second moments had before they froze."""
@@ -127,20 +109,38 @@ class Lamb(FrozenMoments):
 
     def dense(self, s: Group) -> None:
         """LAMB: ``u = mhat/(sqrt(vhat) + eps) + wd x ; c = clip(||x||/||u||) ; x -= lr c u``, and c_avg learns c."""
-        c = dense_lamb_(
-            *(s.x, s.g, s["m"], s["v"], [t + 1 for t in s.t]),
-            lr=s.of["lr"],
-            betas=s.of["betas"],
-            eps=s.of["eps"],
-            weight_decay=s.of["weight_decay"],
-            bias_correction=self.options.bias_correction,
-            clip=self.options.trust_clip,
-            norms=self.kept.kernels.norms,
-        )
-        index, beta, numbers = upload(s.indices, self.kept.device), self.options.coefficients.beta, self.kept.numbers
+        kept, beta = self.kept, self.options.coefficients.beta
+        # a few tensors at a time: u is a temporary of their size
+        parts = portions(s.indices, lambda i: kept.layout.params[i].numel(), _CHUNK)
+        c = torch.cat([self._dense(Group(s.step, s.of, part)) for part in parts])
+        index, numbers = upload(s.indices, kept.device), kept.numbers
         average = numbers["coeff_average"][index]
         numbers["coeff_average"][index] = torch.where(c != 1, beta * average + (1 - beta) * c, average)
         numbers["last_coeff"][index] = c
+
+    def _dense(self, s: Group) -> Tensor:
+        """Steps, and returns c of each tensor, fp64."""
+        (b1, b2), x, m, v = s.of["betas"], s.x, s["m"], s["v"]
+        g = [grad.float() for grad in s.g]
+        torch._foreach_lerp_(m, g, 1 - b1)
+        torch._foreach_mul_(v, b2)
+        torch._foreach_addcmul_(v, g, g, 1 - b2)
+        u = torch._foreach_sqrt(v)
+        if self.options.bias_correction:
+            torch._foreach_div_(u, [(1 - b2 ** (t + 1)) ** 0.5 for t in s.t])
+        torch._foreach_add_(u, s.of["eps"])
+        torch._foreach_reciprocal_(u)
+        torch._foreach_mul_(u, m)
+        if self.options.bias_correction:
+            torch._foreach_div_(u, [1 - b1 ** (t + 1) for t in s.t])
+        torch._foreach_add_(u, x, alpha=s.of["weight_decay"])
+        # fp64 norms, so that rounding hardly ever depends on the order of summation
+        x_norm, u_norm = self.kept.kernels.norms(x), self.kept.kernels.norms(u)
+        live = (x_norm > 0) & (u_norm > 0)
+        c = torch.where(live, (x_norm / torch.where(live, u_norm, 1.0)).clamp(*self.options.trust_clip), 1.0)
+        torch._foreach_mul_(u, list((-s.of["lr"] * c).float().unbind()))
+        torch._foreach_add_(x, u)
+        return c
 
     def enter_compressed(self) -> None:
         """See the base; the second moments as they froze, floor applied, are where the fresh ones start."""
@@ -167,7 +167,7 @@ class Lamb(FrozenMoments):
         Returns:
             Sums of squares of up and u and the largest ``D/Dfresh``, fp32 ``(blocks, 3)``.
         """
-        factors = s.each(beta1, _unshare, _beta2, _new_share2, self._alpha2, _eps, self._alpha, _wd)
+        factors = s.each(beta1, _unshare, _beta2, _new_share2, self._alpha2, "eps", self._alpha, "weight_decay")
         return s.kernels.lamb_update(s.blocks, s.x, u, s.momentum, s["r"], s["fresh"], factors)
 
     def _alpha(self, p: Facts) -> float:
@@ -182,9 +182,11 @@ class Lamb(FrozenMoments):
             return
         kept = self.kept
         coefficient = self._corrected_coefficients(step, taken)
-        size = (upload(step.by_slot(_lr), kept.device, torch.float64) * coefficient).float()
+        size = (upload(step.by_slot("lr"), kept.device, torch.float64) * coefficient).float()
         for s, m, _ in taken:
-            s.kernels.lamb_apply(s.blocks, s.x, m, s["r"], s.each(self._alpha), s.each(_wd), size[s.blocks.block_param])
+            s.kernels.lamb_apply(
+                s.blocks, s.x, m, s["r"], s.each(self._alpha), s.each("weight_decay"), size[s.blocks.block_param]
+            )
         active = [(slot, i) for slot, i in enumerate(kept.layout.slots) if step.active[i]]
         index, slots = upload([i for _, i in active], kept.device), upload([slot for slot, _ in active], kept.device)
         kept.numbers["last_coeff"][index] = coefficient[slots]
@@ -196,11 +198,11 @@ class Lamb(FrozenMoments):
         for part, _, norms in taken:
             first = part.blocks.first_block
             rows[first : first + part.blocks.blocks] = norms.double()
-        up, u = self._per_slot(rows[:, :2], "sum").sqrt().unbind(dim=1)
-        largest = self._per_slot(rows[:, 2:], "max")[:, 0]
+        up, u = kept.layout.per_slot(rows[:, :2], "sum").sqrt().unbind(dim=1)
+        largest = kept.layout.per_slot(rows[:, 2:], "max")[:, 0]
         f = torch.where(largest > 0, largest, torch.ones_like(largest))
         k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
-        f = torch.where(upload(step.by_slot(_decays), kept.device), f * k + (1 - k), f)
+        f = torch.where(upload(step.by_slot("weight_decay"), kept.device, torch.float64) > 0, f * k + (1 - k), f)
         index = upload(kept.layout.slots, kept.device)
         last = kept.numbers["last_factor"][index]
         f = f.clamp(s.factor_min, s.factor_max)
@@ -208,22 +210,6 @@ class Lamb(FrozenMoments):
         active = upload([step.active[i] for i in kept.layout.slots], kept.device)
         kept.numbers["last_factor"][index] = torch.where(active, f, last)
         return kept.numbers["coeff_average"][index] * f
-
-    def _per_slot(self, rows: Tensor, reduction: str) -> Tensor:
-        """Reduces what blocks have (``(blocks, k)``) to what slots have (``(slots, k)``), blocks taken in order (deterministic)."""
-        layout, plan = self.kept.layout, self.kept.layout.plan
-        if self._runs is None or self._runs[0] is not plan:
-            # blocks of a segment lie in reverse order of its slots, and padding blocks come last
-            counts: list[int] = []
-            places: list[int] = []
-            for size in layout.segments:
-                slots = layout.slots[len(places) : len(places) + size]
-                places += reversed(range(len(counts), len(counts) + size))
-                blocks = [-(-layout.params[i].numel() // plan.block_size) for i in reversed(slots)]
-                counts += [*blocks, -sum(blocks) % layout.ranks.size]
-            self._runs = plan, upload(counts, self.kept.device), upload(places, self.kept.device)
-        _, lengths, where = self._runs
-        return torch.segment_reduce(rows, reduction, lengths=lengths, initial=0.0, unsafe=True)[where]
 
     # ----- parameters that join or learn late --------------------------------------------------------------------------
 
@@ -250,7 +236,7 @@ class Lamb(FrozenMoments):
 
 
 @takes(LambOptions)
-class OnebitLamb(OnebitOptimizer):
+class OnebitLamb(MomentOptimizer):
     r"""1-bit LAMB: layer-wise adaptive steps, frozen second moments, and one bit per coordinate in the exchange.
 
     Warm-up, per parameter tensor (this is LAMB)::
@@ -289,21 +275,6 @@ class OnebitLamb(OnebitOptimizer):
     algorithm = "onebit_lamb"
     rule_class: ClassVar[type[Rule]] = Lamb
     STEP_BYTES = 44.5  # a pass before reads x and denominators, reads and writes vfresh
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        exchange: ExchangeOptions | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
-        )
 
     def get_lamb_coeffs(self) -> dict[str, float]:
         """The coefficients c of the last step.

@@ -8,8 +8,12 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.engine.arenas import Arenas
-from lightning_onebit.engine.masters import adopt_, adopted
-from lightning_onebit.engine.step import Step
+from lightning_onebit.engine.codec import OneBit
+from lightning_onebit.engine.masters import adopted
+from lightning_onebit.engine.rule import Sent
+from lightning_onebit.engine.step import Part, Step
+from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.transfer import upload
 
 
 class Local:
@@ -21,16 +25,13 @@ class Local:
     Attributes:
         way: by slot, S: sum of ``lr_t`` since the last synchronisation.
         steps: H: local steps since then.
-        exchanged: steps whose momenta the last exchange has carried.
-        showing: whether parameters show the anchor.
     """
 
-    def __init__(self, kept: Arenas) -> None:
-        self._kept = kept
+    def __init__(self, kept: Arenas, *, preconditioned: bool) -> None:
+        self._kept, self._preconditioned = kept, preconditioned
         self.way: list[float] = []
-        self.steps, self.exchanged = 0, 1
+        self.steps = 0
         self._anchored = False
-        self.showing = False
 
     def reset(self) -> None:
         """Replicas are equal: what the program writes into weights from here on belongs to the shared model."""
@@ -65,43 +66,48 @@ class Local:
             for i in indices:
                 self.anchor(i).copy_(self._kept.weight(i))
 
-    def mean_lr_t(self, step: Step, power: int) -> Sequence[Tensor]:
+    # ----- a synchronisation -------------------------------------------------------------------------------------------
+
+    def synchronise(self, step: Step) -> None:
+        """``ubar = (S/H) exchange(u_i/(S/H))`` of all that have moved, whether or not the last step had a gradient."""
+        layout = self._kept.layout
+        step.active = [False] * len(layout.params)
+        for slot, i in enumerate(layout.slots):
+            step.active[i] = self.way[slot] > 0
+        over, times = self._mean_lr_t(step, -1), self._mean_lr_t(step, 1)
+
+        def send(s: Part) -> Sent:
+            b = over[s.blocks.index][s.lo : s.hi]
+            return Sent(b=b, r=s["r"] if self._preconditioned else None, g=s.whole("u"))
+
+        def take(s: Part, u: Packed) -> None:
+            self._take(s, u, times[s.blocks.index])
+
+        step.exchange(OneBit(step, send, take, becomes_momentum=False))
+
+    def _mean_lr_t(self, step: Step, power: int) -> Sequence[Tensor]:
         """By bucket, fp32 ``(blocks,)``: S/H (1 where a parameter takes no part), to a power."""
         values = step.spread([(way / self.steps) ** power if way > 0 else 1.0 for way in self.way])
         return values.split([bucket.blocks for bucket in self._kept.layout.buckets])
 
-    # ----- the model that is shown -------------------------------------------------------------------------------------
-
-    def show_shared(self) -> None:
-        """Points parameters at the anchor; nothing is copied (fp32)."""
-        kept = self._kept
-        for i in kept.layout.slots:
-            p, anchor = kept.layout.params[i], self.anchor(i)
-            # (there already, where a signal has broken the last call or the way back)
-            kept.hidden.setdefault(i, p.data)
-            p.data = anchor if p.dtype == anchor.dtype else torch.empty_like(p.data).copy_(anchor)
-        self.showing = True
-
-    def show_own(self) -> None:
-        """Points parameters back at this rank's own weights."""
-        self.adopt_shown()
-        self.showing = False
-        for i, data in self._kept.hidden.items():
-            self._kept.layout.params[i].data = data
-        self._kept.hidden = {}
-
-    @torch.no_grad()
-    def adopt_shown(self) -> None:
-        """Takes into the anchor what the program has written into the 16-bit copies that showed it."""
-        for i in self._kept.hidden.keys() & self._kept.masters.keys() if self.showing else ():
-            adopt_([(self._kept.layout.params[i], self.anchor(i))])
-
-    def keep_shown(self) -> None:
-        """Gives what is shown memory of the parameters' own."""
-        self.adopt_shown()
-        for i in self._kept.hidden:
-            p = self._kept.layout.params[i]
-            p.data = p.data.clone()
+    def _take(self, s: Part, u: Packed, alpha: Tensor) -> None:
+        """``m = ubar/S ; x = anchor - ubar r ; anchor = x ; u = 0``."""
+        kept, bucket, layout = self._kept, s.blocks, self._kept.layout
+        anchor, momentum = s["anchor"], s["m"]
+        views = [anchor[p.block * bucket.block_size : p.block * bucket.block_size + p.numel] for p in bucket.spans]
+        moves = [s.step.active[layout.slots[p.param]] for p in bucket.spans]
+        moving = [view if moved else None for view, moved in zip(views, moves, strict=True)]
+        ones = torch.ones(bucket.blocks, dtype=torch.float32, device=layout.device)
+        s.kernels.apply_adam(bucket, moving, u, None if self._preconditioned else s["r"], ones, alpha)
+        s.kernels.scatter(bucket, anchor, s.x)
+        kept.exchanged = self.steps
+        u.scales.div_(self.steps)  # the mean of their momenta
+        idle = upload([not s.step.active[i] for i in layout.slots], layout.device)[bucket.block_param]
+        before = momentum.view(-1, bucket.block_size)[idle]
+        s.kernels.unpack(u, bucket.lengths, momentum)
+        kept.as_momentum(momentum, bucket.first_block * bucket.block_size)
+        momentum.view(-1, bucket.block_size)[idle] = before
+        s["u"].zero_()
 
     def own_weights(self) -> Tensor:
         """This rank's weights, a flat over all blocks."""

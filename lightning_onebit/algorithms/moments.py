@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from lightning_onebit.algorithms.updates import (
-    dense_adamw_,
     floor_second_moment_,
     fp32_zeros_like,
     reciprocal_denominator_,
@@ -19,11 +19,16 @@ from lightning_onebit.algorithms.updates import (
 from lightning_onebit.comm import memory_order
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.compact import Inversion, compact
+from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, Options, check_flag, check_integer, check_number
 from lightning_onebit.engine.rule import Rule, Saved, Sent
 from lightning_onebit.engine.state import load_flat
 from lightning_onebit.engine.step import Facts, Group, Part, Step
+from lightning_onebit.kernels import Packed
+from lightning_onebit.kernels.transfer import upload
 
+#: steps from which every bias correction 1 - beta**t is exactly 1 in floating point
+_NO_BIAS_CORRECTION = 1e18
 #: ends the name, in a checkpoint, of a moment as it is, where others (plain AdamW) are given it in a form that suits them
 EXACT = "_exact"
 
@@ -100,18 +105,32 @@ class FrozenMoments(Rule):
 
     def dense(self, s: Group) -> None:
         """AdamW: ``m = b1 m + (1-b1) g ; v = b2 v + (1-b2) g^2 ; x -= lr wd x + lr mhat/(sqrt(vhat) + eps)``."""
-        dense_adamw_(
-            *(s.x, s.g, s["m"], s["v"], s.t),
-            lr=s.of["lr"],
-            betas=s.of["betas"],
-            eps=s.of["eps"],
-            weight_decay=s.of["weight_decay"],
-            bias_correction=self.options.bias_correction,
+        if not s.x:
+            return
+        counts = [float(t) if self.options.bias_correction else _NO_BIAS_CORRECTION for t in s.t]
+        adamw(
+            s.x,
+            [_in_order_of(grad.float(), x) for grad, x in zip(s.g, s.x, strict=True)],
+            s["m"],
+            s["v"],
+            [],
+            list(upload(counts, self.kept.device, torch.float32).unbind()),
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            beta1=s.of["betas"][0],
+            beta2=s.of["betas"][1],
+            **{name: s.of[name] for name in ("lr", "weight_decay", "eps")},
         )
 
     def send(self, s: Part) -> Sent:
         """``b1 m + (1-b1) g``, or preconditioned ``b1 u + (1-b1) g r``."""
         return Sent(b=s.each(new_share), a=s.each(beta1), m=s.momentum, r=s["r"] if self.preconditioned else None)
+
+    def take(self, s: Part, u: Packed) -> Any:
+        """``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
+        r = None if self.preconditioned else s["r"]
+        s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
 
     def lr_t(self, p: Facts) -> float:
         """``lr / (1-b1^t)``."""
@@ -126,20 +145,6 @@ class FrozenMoments(Rule):
         if not self.options.bias_correction:
             return 1.0
         return 1.0 - self.kept.group(index)["betas"][1] ** max(1, self.updates.get(index, self.kept.t[index]))
-
-    def learn(self, p: Facts, updates: float) -> None:
-        """Moments of a parameter from its averaged gradient; the second moment as if that gradient had come ``updates`` times."""
-        kept, (b1, b2) = self.kept, p["betas"]
-        g, keep = kept.grad(p.index).float(), b2**updates
-        kept.moment("m", p.index).lerp_(g, 1 - b1)
-        kept.moment("v", p.index).mul_(keep).addcmul_(g, g, value=1 - keep)
-        self.updates[p.index] = self.updates.get(p.index, p.t) + updates
-
-    def move(self, p: Facts) -> None:
-        """``x -= lr wd x + lr_t m r``, before the step has been counted."""
-        x = self.kept.weight(p.index).mul_(1 - p["lr"] * p["weight_decay"])
-        lr_t = p["lr"] / self.first_correction(p, ahead=1)
-        x.addcmul_(self.kept.moment("m", p.index), self.kept.moment("r", p.index), value=-lr_t)
 
     # ----- denominators ------------------------------------------------------------------------------------------------
 
@@ -194,10 +199,6 @@ class FrozenMoments(Rule):
             self.kept.cold.discard(index)
         else:
             self.kept.cold.add(index)
-
-    def invert_kept(self, index: int) -> None:
-        """Reciprocal denominators of one parameter by its second moments in their arena."""
-        self.invert(index, self.kept.part("v", index), self.kept.part("r", index))
 
     def floor(self, v: Tensor) -> None:
         """Applies the denominator rule's floor to second moments (flat over all blocks) in place."""
@@ -344,7 +345,7 @@ class FrozenMoments(Rule):
         return {"variance_steps": dict(self.updates)}
 
     def rank_layout(self) -> dict[str, Any]:
-        """See the base: the units of the residuals; the key is missing where they are the momentum's, as in states of earlier releases."""
+        """See the base: the units of the residuals; the key is missing where they are the momentum's."""
         return {"preconditioned": True} if self.preconditioned else {}
 
     def load(self, phase: Phase, books: Mapping[str, Any], saved: Saved, enter: Callable[[Phase], None]) -> None:
@@ -392,6 +393,11 @@ class FrozenMoments(Rule):
             kept.hold_by_bucket()
 
 
+def _in_order_of(grad: Tensor, like: Tensor) -> Tensor:
+    """A gradient in the memory order of its weights: torch's fused kernel goes through memory, whatever the strides."""
+    return grad if grad.stride() == like.stride() else torch.empty_like(like).copy_(grad)
+
+
 def _mostly_cold(r: Tensor) -> bool:
     """Whether most of a tensor had no gradient before its denominators were made: these are alike, and between those of the rest."""
     if r.numel() <= 1:
@@ -403,3 +409,22 @@ def _mostly_cold(r: Tensor) -> bool:
 def _most(elements: Tensor) -> bool:
     """Whether more than half of some booleans are true."""
     return bool(2 * torch.count_nonzero(elements) > elements.numel())
+
+
+class MomentOptimizer(OnebitOptimizer):
+    """Base of the optimizers that have Adam's hyperparameters."""
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
+        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit._choices import Recipe, RefreshRule, choices
-from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptions
+from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptimizer, MomentOptions
 from lightning_onebit.algorithms.schedules import REFRESHES_PER_DOUBLING, VariancePolicy
 from lightning_onebit.algorithms.updates import fp32_zeros_like
 from lightning_onebit.comm.ranges import ranged
@@ -102,16 +102,30 @@ class RefreshedMoments(FrozenMoments):
         members = [i for i in members if i not in kept.late]
         r = kept.flat["r"]
         kept.flat["v"] = self.second_moments(r, fp32_zeros_like(r), aged=False)
-        for p in map(step.facts, members):
-            self.learn(p, self.updates_of_refresh(p))
-            self.invert_kept(p.index)
-            self.move(p)
+        self.learn_and_move(step, members)
         del kept.flat["v"]
         kept.publish(members)
         step.count(members)
         kept.hold_by_bucket()
         self._restore_momentum(before, set(members))
         self.variance_policy.record(kept.steps + 1)
+
+    def learn_and_move(self, step: Step, members: list[int]) -> None:
+        """``m = b1 m + (1-b1) g ; v = keep v + (1-keep) g^2 ; x -= lr wd x + lr_t m r``, as if that gradient had come several times.
+
+        ``keep = b2^k`` of ``k`` updates; the denominators are those of the new v, with their floor.
+        """
+        kept = self.kept
+        for p in map(step.facts, members):
+            updates, (b1, b2) = self.updates_of_refresh(p), p["betas"]
+            g, keep = kept.grad(p.index).float(), b2**updates
+            m = kept.moment("m", p.index).lerp_(g, 1 - b1)
+            kept.moment("v", p.index).mul_(keep).addcmul_(g, g, value=1 - keep)
+            self.updates[p.index] = self.updates.get(p.index, p.t) + updates
+            self.invert(p.index, kept.part("v", p.index), kept.part("r", p.index))
+            lr_t = p["lr"] / self.first_correction(p, ahead=1)
+            x = kept.weight(p.index).mul_(1 - p["lr"] * p["weight_decay"])
+            x.addcmul_(m, kept.moment("r", p.index), value=-lr_t)
 
     def updates_of_refresh(self, p: Any) -> float:
         """For how many updates of a second moment the next step counts, if it refreshes: see ``VariancePolicy.updates``."""
@@ -172,3 +186,13 @@ class RefreshedMoments(FrozenMoments):
         policy.frozen = phase is not Phase.WARMUP
         policy.interval = self.interval if policy.frozen else None
         super().load(phase, books, saved, enter)
+
+
+class RefreshingOptimizer(MomentOptimizer):
+    """Base of the optimizers whose second moments are refreshed."""
+
+    @property
+    def variance_policy(self) -> VariancePolicy:
+        """When second moments are refreshed."""
+        policy: VariancePolicy = self._engine.rule.variance_policy  # type: ignore[attr-defined]
+        return policy

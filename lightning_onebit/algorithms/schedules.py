@@ -131,101 +131,6 @@ class VariancePolicy:
         self.asked, self.refreshes = state["asked"], state["refreshes"]
 
 
-@dataclass
-class SyncPolicy:
-    """Steps ``T_u`` at which ranks synchronise after the variance freeze; subclasses say how long the gap may grow.
-
-    Attributes:
-        clipper: largest gap (``LocalSteps.max_gap``).
-        frozen_at: last step before the local steps.
-        frozen_lr: learning rate then.
-        since: steps since the last synchronisation.
-
-    Example:
-        >>> policy, synchronised = IntervalPolicy(clipper=4, scaler=3), []
-        >>> policy.start(10, lr=1e-3)
-        >>> for step in range(11, 25):
-        ...     due = policy.due(step, lr=1e-3)
-        ...     policy.record(due)
-        ...     if due:
-        ...         synchronised.append(step)
-        >>> synchronised
-        [11, 12, 13, 15, 19, 23]
-    """
-
-    clipper: int = 16
-    frozen_at: int = 0
-    frozen_lr: float = 0.0
-    since: int = 0
-
-    def gap(self, step: int, lr: float) -> int:
-        """Gap that holds at ``step``."""
-        raise NotImplementedError
-
-    def start(self, step: int, lr: float) -> None:
-        """Says that the variance froze after ``step``, at learning rate ``lr``."""
-        self.frozen_at, self.frozen_lr, self.since = step, lr, 0
-
-    def due(self, step: int, lr: float) -> bool:
-        """Whether ``step`` synchronises."""
-        return self.since + 1 >= self.gap(step, lr)
-
-    def record(self, synchronised: bool) -> None:
-        """Says that a step was made."""
-        self.since = 0 if synchronised else self.since + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        """State for a checkpoint."""
-        return {"frozen_at": self.frozen_at, "frozen_lr": self.frozen_lr, "since": self.since}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from ``state_dict()``."""
-        self.frozen_at, self.frozen_lr, self.since = state["frozen_at"], state["frozen_lr"], state["since"]
-
-
-@dataclass
-class IntervalPolicy(SyncPolicy):
-    """``gap(t) = min(clipper, 2**floor((t - frozen_at - 1) / scaler))``.
-
-    Attributes:
-        scaler: steps after which the gap doubles (``LocalSteps.double_every``).
-
-    Example:
-        >>> policy = IntervalPolicy(clipper=16, scaler=100)
-        >>> policy.start(1000, lr=1e-3)
-        >>> print(*(policy.gap(step, lr=1e-3) for step in (1001, 1101, 1201, 9999)))
-        1 2 4 16
-    """
-
-    scaler: int = 32768
-
-    def gap(self, step: int, lr: float) -> int:
-        """See the class."""
-        doublings = max(0, step - self.frozen_at - 1) // self.scaler
-        return min(self.clipper, 2 ** min(doublings, 30))
-
-
-@dataclass
-class LearningRatePolicy(SyncPolicy):
-    """The gap doubles each time lr has halved since the freeze: ``gap = min(clipper, 2**floor(log2(frozen_lr / lr)))``, at least 1.
-
-    Example:
-        >>> policy = LearningRatePolicy(clipper=16)
-        >>> policy.start(1000, lr=1e-3)
-        >>> print(*(policy.gap(2000, lr) for lr in (2e-3, 1e-3, 5e-4, 3e-4, 1e-4, 0.0)))
-        1 1 2 2 8 16
-    """
-
-    def gap(self, step: int, lr: float) -> int:
-        """See the class; an lr of 0 gives the largest gap."""
-        if lr <= 0:
-            return self.clipper
-        if self.frozen_lr <= lr:
-            return 1
-        # the small margin keeps a schedule that halves exactly from missing its own power of two by rounding
-        return min(self.clipper, 2 ** min(30, math.floor(math.log2(self.frozen_lr / lr) + 1e-9)))
-
-
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps:
     """How rarely the ranks of 0/1 Adam synchronise after its freeze.
@@ -256,16 +161,73 @@ class LocalSteps:
 LOCAL_STEPS = LocalSteps()
 
 
-def make_sync_policy(local_steps: LocalSteps) -> SyncPolicy:
-    """The synchronisation policy that ``local_steps`` describes.
+@dataclass
+class SyncPolicy:
+    """Steps ``T_u`` at which ranks synchronise after the variance freeze.
+
+    The gap is ``min(max_gap, 2**floor((t - frozen_at - 1) / double_every))``, or with ``"lr_halving"``
+    ``min(max_gap, 2**floor(log2(frozen_lr / lr)))`` and at least 1.
+
+    Attributes:
+        local_steps: how the gap grows.
+        frozen_at: last step before the local steps.
+        frozen_lr: learning rate then.
+        since: steps since the last synchronisation.
 
     Example:
-        >>> make_sync_policy(LocalSteps(max_gap=8, double_every=100))
-        IntervalPolicy(clipper=8, frozen_at=0, frozen_lr=0.0, since=0, scaler=100)
+        >>> policy, synchronised = SyncPolicy(LocalSteps(max_gap=4, double_every=3)), []
+        >>> policy.start(10, lr=1e-3)
+        >>> for step in range(11, 25):
+        ...     due = policy.due(step, lr=1e-3)
+        ...     policy.record(due)
+        ...     if due:
+        ...         synchronised.append(step)
+        >>> synchronised
+        [11, 12, 13, 15, 19, 23]
+        >>> policy = SyncPolicy(LocalSteps(double_every="lr_halving"))
+        >>> policy.start(1000, lr=1e-3)
+        >>> print(*(policy.gap(2000, lr) for lr in (2e-3, 1e-3, 5e-4, 3e-4, 1e-4, 0.0)))
+        1 1 2 2 8 16
     """
-    if isinstance(local_steps.double_every, str):
-        return LearningRatePolicy(local_steps.max_gap)
-    return IntervalPolicy(local_steps.max_gap, scaler=local_steps.double_every)
+
+    local_steps: LocalSteps = LOCAL_STEPS
+    frozen_at: int = 0
+    frozen_lr: float = 0.0
+    since: int = 0
+
+    def gap(self, step: int, lr: float) -> int:
+        """Gap that holds at ``step``; an lr of 0 gives the largest."""
+        largest, double_every = self.local_steps.max_gap, self.local_steps.double_every
+        if not isinstance(double_every, str):
+            doublings = max(0, step - self.frozen_at - 1) // double_every
+        elif lr <= 0:
+            return largest
+        elif lr >= self.frozen_lr:
+            return 1
+        else:
+            # the small margin keeps a schedule that halves exactly from missing its own power of two by rounding
+            doublings = math.floor(math.log2(self.frozen_lr / lr) + 1e-9)
+        return min(largest, 2 ** min(30, doublings))
+
+    def start(self, step: int, lr: float) -> None:
+        """Says that the variance froze after ``step``, at learning rate ``lr``."""
+        self.frozen_at, self.frozen_lr, self.since = step, lr, 0
+
+    def due(self, step: int, lr: float) -> bool:
+        """Whether ``step`` synchronises."""
+        return self.since + 1 >= self.gap(step, lr)
+
+    def record(self, synchronised: bool) -> None:
+        """Says that a step was made."""
+        self.since = 0 if synchronised else self.since + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for a checkpoint."""
+        return {"frozen_at": self.frozen_at, "frozen_lr": self.frozen_lr, "since": self.since}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continues from ``state_dict()``."""
+        self.frozen_at, self.frozen_lr, self.since = state["frozen_at"], state["frozen_lr"], state["since"]
 
 
 def replay_schedule(
@@ -284,7 +246,7 @@ def replay_schedule(
         ``{"dense": refreshes, "one_bit": one-bit rounds, "silent": steps without a data round}``.
 
     Example:
-        >>> replay_schedule(1000, freeze_step=200, policy=IntervalPolicy(16, scaler=100))
+        >>> replay_schedule(1000, freeze_step=200, policy=SyncPolicy(LocalSteps(double_every=100)))
         {'dense': 93, 'one_bit': 346, 'silent': 561}
     """
     variance = VariancePolicy(doubling)

@@ -13,26 +13,15 @@ from torch import Tensor
 
 from lightning_onebit.algorithms.local_steps import Local
 from lightning_onebit.algorithms.moments import beta1, decay, new_share
-from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshOptions
-from lightning_onebit.algorithms.schedules import (
-    LOCAL_STEPS,
-    LocalSteps,
-    SyncPolicy,
-    VariancePolicy,
-    make_sync_policy,
-    replay_schedule,
-)
+from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshingOptimizer, RefreshOptions
+from lightning_onebit.algorithms.schedules import LOCAL_STEPS, LocalSteps, SyncPolicy, replay_schedule
 from lightning_onebit.algorithms.updates import compression_noise
 from lightning_onebit.engine.arenas import Phase
-from lightning_onebit.engine.codec import OneBit
 from lightning_onebit.engine.masters import adopted
-from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, takes
-from lightning_onebit.engine.rule import Rounds, Rule, Saved, Sent
-from lightning_onebit.engine.step import Facts, Group, Part, Step
-from lightning_onebit.kernels import Packed
+from lightning_onebit.engine.rule import Rounds, Rule, Saved
+from lightning_onebit.engine.step import Facts, Group, Step
 from lightning_onebit.kernels.common import bit_sums
-from lightning_onebit.kernels.transfer import upload
 
 log = logging.getLogger("lightning_onebit")
 
@@ -89,8 +78,8 @@ class ZeroOne(RefreshedMoments):
 
     def __init__(self, options: ZeroOneAdamOptions, exchange: ExchangeOptions) -> None:
         super().__init__(options, exchange)
-        self.sync_policy: SyncPolicy = make_sync_policy(options.local_steps)
-        self.local = Local(self.kept)
+        self.sync_policy = SyncPolicy(options.local_steps)
+        self.local = Local(self.kept, preconditioned=self.preconditioned)
         # steps since the last synchronisation, and S, of a checkpoint: they count once this rank's own part is loaded
         self._interrupted: tuple[int, list[float]] | None = None
 
@@ -168,10 +157,7 @@ class ZeroOne(RefreshedMoments):
         used = kept.worker is not None and "r" in kept.flat
         noisy = [i for i in s.indices if i in kept.layout.slot_of and i not in kept.late and used]
         super().dense(Group(s.step, s.of, [i for i in s.indices if i not in noisy]) if noisy else s)
-        for p in map(s.step.facts, noisy):
-            self.learn(p, self.updates_of_refresh(p))
-            self.invert_kept(p.index)
-            self.move(p)
+        self.learn_and_move(s.step, noisy)
 
     def _step_without_variance(self, step: Step) -> None:
         """A dense round at lr = 0: momenta of all ranks meet again, v is not touched and x does not move."""
@@ -226,16 +212,11 @@ class ZeroOne(RefreshedMoments):
         else:
             kept.hold_by_bucket()
             step.exchange_all()
+            kept.exchanged = 1
             local.reset()
         if kept.phase is Phase.LOCAL:
             self._record_round(synchronised)
         return False
-
-    def take(self, s: Part, u: Packed) -> None:
-        """As in 1-bit Adam: ``x -= lr wd x + lr_t u``, or ``x -= lr wd x + lr_t m r``."""
-        r = None if self.preconditioned else s["r"]
-        s.kernels.apply_adam(s.blocks, s.x, u, r, s.each(decay), s.each(self.lr_t))
-        self.local.exchanged = 1
 
     def _record_round(self, synchronised: bool) -> None:
         self.sync_policy.record(synchronised)
@@ -258,7 +239,7 @@ class ZeroOne(RefreshedMoments):
                 s.kernels.local_step(s.blocks, s.x, s.g, s["m"], s["u"], s["r"], s["anchor"], factors)
         dense = [i for i in kept.layout.dense if step.active[i]]
         if synchronise:
-            self._exchange_local(step)
+            self.local.synchronise(step)
         moved = set(stepped)
         kept.publish([i for i in kept.layout.slots if step.active[i] or i in moved])
         step.update(dense)
@@ -267,86 +248,27 @@ class ZeroOne(RefreshedMoments):
         """How far a local step may move a weight of a parameter; by the published rule any way."""
         return self.lr_t(p) * largest_step(*p["betas"]) if self.preconditioned else math.inf
 
-    def _exchange_local(self, step: Step) -> None:
-        """``ubar = (S/H) exchange(u_i/(S/H))`` of all that have moved, whether or not the last step had a gradient."""
-        layout, local = self.kept.layout, self.local
-        step.active = [False] * len(layout.params)
-        for slot, i in enumerate(layout.slots):
-            step.active[i] = local.way[slot] > 0
-        over, times = local.mean_lr_t(step, -1), local.mean_lr_t(step, 1)
-
-        def send(s: Part) -> Sent:
-            b = over[s.blocks.index][s.lo : s.hi]
-            return Sent(b=b, r=s["r"] if self.preconditioned else None, g=s.whole("u"))
-
-        def take(s: Part, u: Packed) -> None:
-            self._synchronised(s, u, times[s.blocks.index])
-
-        step.exchange(OneBit(step, send, take, self.finish, becomes_momentum=False))
-
-    def _synchronised(self, s: Part, u: Packed, alpha: Tensor) -> None:
-        """``m = ubar/S ; x = anchor - ubar r ; anchor = x ; u = 0``."""
-        kept, bucket, layout = self.kept, s.blocks, self.kept.layout
-        anchor, momentum, steps = s["anchor"], s["m"], self.local.steps
-        views = [anchor[p.block * bucket.block_size : p.block * bucket.block_size + p.numel] for p in bucket.spans]
-        moves = [s.step.active[layout.slots[p.param]] for p in bucket.spans]
-        moving = [view if moved else None for view, moved in zip(views, moves, strict=True)]
-        ones = torch.ones(bucket.blocks, dtype=torch.float32, device=layout.device)
-        s.kernels.apply_adam(bucket, moving, u, None if self.preconditioned else s["r"], ones, alpha)
-        s.kernels.scatter(bucket, anchor, s.x)
-        self.local.exchanged = steps
-        u.scales.div_(steps)  # the mean of their momenta
-        idle = upload([not s.step.active[i] for i in layout.slots], layout.device)[bucket.block_param]
-        before = momentum.view(-1, bucket.block_size)[idle]
-        s.kernels.unpack(u, bucket.lengths, momentum)
-        kept.as_momentum(momentum, bucket.first_block * bucket.block_size)
-        momentum.view(-1, bucket.block_size)[idle] = before
-        s["u"].zero_()
-
     # ----- replicas that differ for a while ----------------------------------------------------------------------------
 
     @property
     def mid_local(self) -> bool:
         return self.kept.phase is Phase.LOCAL and self.sync_policy.since > 0
 
-    @property
-    def exchanged_steps(self) -> int:
-        """See the base; of a synchronisation residuals hold what all momenta of its local steps together have left."""
-        return self.local.exchanged
-
-    @property
-    def showing(self) -> bool:  # type: ignore[override]
-        return self.local.showing
-
-    @showing.setter
-    def showing(self, showing: bool) -> None:
-        self.local.showing = showing
-
     def show_shared(self) -> None:
-        if self.mid_local and not self.local.showing:
-            self.local.show_shared()
-
-    def show_own(self) -> None:
-        self.local.show_own()
-
-    def keep_shown(self) -> None:
-        self.local.keep_shown()
+        if self.mid_local and not self.kept.showing:
+            self.kept.show(self.local.anchor)
 
     def synchronise(self, step: Step) -> None:
-        self._exchange_local(step)
+        self.local.synchronise(step)
         self.kept.publish([i for i in self.kept.layout.slots if step.active[i]])
         self._record_round(synchronised=True)
 
     # ----- parameters that join or learn late --------------------------------------------------------------------------
 
-    def leaving_layout(self) -> None:
-        """See the base; one-bit rounds have put the momentum elsewhere than the engine looks."""
-        self.kept.hold_flat()
-
     def leaving_world(self) -> None:
         """See the base; what a rank has done alone means nothing in another world."""
         if self.mid_local:
-            self.local.show_own()
+            self.kept.show_own()
             for i in self.kept.layout.slots:
                 self.kept.weight(i).copy_(self.local.anchor(i))
             self.kept.publish(self.kept.layout.slots)
@@ -385,7 +307,7 @@ class ZeroOne(RefreshedMoments):
         kept = self.kept
         if self.mid_local and index in kept.layout.slot_of:
             anchor = self.local.anchor(index)
-            return adopted(kept.layout.params[index].detach(), anchor) if self.local.showing else anchor.clone()
+            return adopted(kept.layout.params[index].detach(), anchor) if kept.showing else anchor.clone()
         return super().shared_master(index)
 
     def books(self) -> dict[str, Any]:
@@ -393,7 +315,7 @@ class ZeroOne(RefreshedMoments):
             **super().books(),
             "sync_policy": self.sync_policy.state_dict(),
             "travelled": list(self.local.way),
-            "exchanged_steps": self.local.exchanged,
+            "exchanged_steps": self.kept.exchanged,
             "one_bit": self.kept.worker is not None,
         }
 
@@ -402,7 +324,7 @@ class ZeroOne(RefreshedMoments):
         self._interrupted = None
         if books:
             self.sync_policy.load_state_dict(books["sync_policy"])
-            self.local.exchanged = books.get("exchanged_steps", 1)
+            kept.exchanged = books.get("exchanged_steps", 1)
             if len(books["travelled"]) == len(kept.layout.slots):  # there are none before the first step
                 self._interrupted = self.sync_policy.since, list(books["travelled"])
             # this is the model of the last synchronisation; what ranks have done since lies in their own parts
@@ -414,12 +336,13 @@ class ZeroOne(RefreshedMoments):
             self._prepare_one_bit()
             self.load_frozen(saved)
 
-    def rank_notes(self) -> dict[str, Any]:
-        """See the base: what the model of the last synchronisation is known by."""
+    def rank_layout(self) -> dict[str, Any]:
+        """See the base; also what the model of the last synchronisation is known by."""
+        layout = super().rank_layout()
         if not self.mid_local:
-            return {}
-        self.local.adopt_shown()
-        return {"shared_weights": bit_sums([self.local.anchor(i) for i in self.kept.layout.slots])}
+            return layout
+        self.kept.adopt_shown()
+        return {**layout, "shared_weights": bit_sums([self.local.anchor(i) for i in self.kept.layout.slots])}
 
     def rank_state(self) -> dict[str, Tensor]:
         if not self.mid_local:
@@ -455,7 +378,7 @@ class ZeroOne(RefreshedMoments):
 
 
 @takes(ZeroOneAdamOptions)
-class ZeroOneAdam(OnebitOptimizer):
+class ZeroOneAdam(RefreshingOptimizer):
     r"""0/1 Adam: one-bit rounds from the start, a variance refreshed ever more rarely, then local steps.
 
     With ``lr_t = lr / (1-b1^t)``::
@@ -505,27 +428,6 @@ class ZeroOneAdam(OnebitOptimizer):
     SILENT_STEP_BYTES = 32.0  # reads and writes m, u and x, reads g and denominators
     EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1, "local_steps": LocalSteps(max_gap=1)}
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        exchange: ExchangeOptions | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
-        )
-
-    @property
-    def variance_policy(self) -> VariancePolicy:
-        """When the variance is refreshed."""
-        policy: VariancePolicy = self._engine.rule.variance_policy  # type: ignore[attr-defined]
-        return policy
-
     @property
     def sync_policy(self) -> SyncPolicy:
         """When ranks synchronise."""
@@ -535,5 +437,5 @@ class ZeroOneAdam(OnebitOptimizer):
     @classmethod
     def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
         """See the base; takes ``local_steps``."""
-        policy = make_sync_policy(schedule.get("local_steps", LOCAL_STEPS))
+        policy = SyncPolicy(schedule.get("local_steps", LOCAL_STEPS))
         return Rounds(**replay_schedule(steps, freeze_step=freeze_step, policy=policy))

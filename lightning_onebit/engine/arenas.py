@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.engine.layout import Layout
-from lightning_onebit.engine.masters import Comparison, adopt_, adopted
+from lightning_onebit.engine.masters import Comparison, adopt_
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed, Residual, get_backend
 
@@ -64,6 +64,8 @@ class Arenas:
         own: moments of parameters that take no part in the exchange (``compress=False``, late ones), by index and name.
         masters: fp32 weights of 16-bit parameters.
         hidden: this rank's own weights of parameters that show others for a while.
+        showing: what gives exchanged parameters the weights that they show meanwhile; None: they show their own.
+        exchanged: steps whose momenta the last exchange has carried.
         momentum: by bucket, as it travels: bits and scales, or an fp32 flat; empty while it is the arena ``"m"``.
         worker, server: the residuals of both sides; None before there is one.
         units: by parameter, in units of what its residuals are (see ``Rule.residual_unit``).
@@ -72,6 +74,7 @@ class Arenas:
         late: those that are averaged densely until they have learned: their steps when that began, and when it may end.
         phase: see ``Phase``.
         steps: real steps made.
+        comparison: what ``adopt()`` has begun.
     """
 
     def __init__(
@@ -89,7 +92,6 @@ class Arenas:
         self.groups: list[dict[str, Any]] = []
         self.parameter_names: Mapping[Tensor, str] = {}
         self._first_phase = phase
-        self._comparison: Comparison | None = None
         self.kernels: KernelBackend = get_backend("reference", "cpu")
         self.clear()
 
@@ -102,6 +104,8 @@ class Arenas:
         self.own: dict[int, dict[str, Tensor]] = {}
         self.masters: dict[int, Tensor] = {}
         self.hidden: dict[int, Tensor] = {}
+        self.showing: Callable[[int], Tensor] | None = None
+        self.exchanged = 1
         self.momentum: list[Tensor | Packed] = []
         self.worker: Residual | None = None
         self.server: Residual | None = None
@@ -109,8 +113,8 @@ class Arenas:
         self.t: list[int] = []
         self.cold: set[int] = set()
         self.late: dict[int, tuple[int, int]] = {}
-        self._comparison = None
-        self._forget_bound()
+        self.comparison: Comparison | None = None
+        self.forget_bound()
 
     # ----- layout ------------------------------------------------------------------------------------------------------
 
@@ -185,7 +189,7 @@ class Arenas:
     def _keep(self, kept: Kept) -> None:
         """State that is kept by parameter: counts, numbers, own moments and masters; then all that there was before."""
         layout, params = self.layout, self.layout.params
-        self._forget_bound()
+        self.forget_bound()
         self.t += [0] * (len(params) - len(self.t))
         for name, first in self._first_numbers.items():
             numbers = torch.full((len(params),), first, dtype=torch.float64, device=layout.device)
@@ -194,7 +198,7 @@ class Arenas:
                     name
                 ]  # groups are only ever added behind those there are
             self.numbers[name] = numbers
-        self.own = {i: self._own_zeros(i) for i in (*layout.dense, *self.late)}
+        self.own = {i: self.own_zeros(i) for i in (*layout.dense, *self.late)}
         self.masters = {
             i: kept.get(i, {}).get("master", params[i].detach().float())
             for i in (*layout.slots, *layout.dense)
@@ -212,13 +216,10 @@ class Arenas:
             if name in self.numbers:
                 self.numbers[name][index] = value
 
-    def _own_zeros(self, index: int) -> dict[str, Tensor]:
+    def own_zeros(self, index: int) -> dict[str, Tensor]:
+        """Moments of a parameter's own, zeros."""
         like = self.layout.params[index]
         return {name: torch.zeros_like(like, dtype=torch.float32) for name in self.names}
-
-    def give_own(self, index: int) -> None:
-        """Gives a parameter moments of its own, zeros."""
-        self.own[index] = self._own_zeros(index)
 
     def keeps_of(self, index: int, *, arenas: bool) -> dict[str, Tensor]:
         """What a parameter keeps where things are laid out anew; ``arenas``: what lies in arenas too."""
@@ -269,19 +270,15 @@ class Arenas:
         pairs = [(self.layout.params[i], master) for i, master in self.masters.items()]
         # without a look at the gradients the host never waits for a device, and shall not here
         if self.device.type == "cuda" and self.exchange.on_nonfinite == "skip":
-            self._comparison = Comparison(pairs)
+            self.comparison = Comparison(pairs)
         else:
             adopt_(pairs)
 
     def end_adopting(self) -> None:
         """Call it before masters are used, but after something else has waited for the device."""
-        comparison, self._comparison = self._comparison, None
+        comparison, self.comparison = self.comparison, None
         if comparison is not None:
             comparison.adopt()
-
-    def forget_comparison(self) -> None:
-        """Lets go of what ``adopt()`` has begun."""
-        self._comparison = None
 
     def publish(self, indices: Iterable[int]) -> None:
         """Writes master weights back into 16-bit parameters."""
@@ -289,12 +286,35 @@ class Arenas:
         if self.masters and (pairs := [(params[i], self.masters[i]) for i in indices if i in self.masters]):
             torch._foreach_copy_([p.data for p, _ in pairs], [w for _, w in pairs])
 
-    def adopted_master(self, index: int) -> Tensor:
-        """A copy of the fp32 weights of a 16-bit parameter, with what the program has written into it.
+    def show(self, weights_of: Callable[[int], Tensor]) -> None:
+        """Points exchanged parameters at other weights than their own; nothing is copied (fp32)."""
+        for i in self.layout.slots:
+            p, weights = self.layout.params[i], weights_of(i)
+            # (there already, where a signal has broken the last call or the way back)
+            self.hidden.setdefault(i, p.data)
+            p.data = weights if p.dtype == weights.dtype else torch.empty_like(p.data).copy_(weights)
+        self.showing = weights_of
 
-        Saving changes no master: weights that are shown for a moment (averages of them) may be saved, too.
-        """
-        return adopted(self.layout.params[index].detach(), self.masters[index])
+    def show_own(self) -> None:
+        """Points parameters back at this rank's own weights."""
+        self.adopt_shown()
+        self.showing = None
+        for i, data in self.hidden.items():
+            self.layout.params[i].data = data
+        self.hidden = {}
+
+    @torch.no_grad()
+    def adopt_shown(self) -> None:
+        """Takes into what is shown what the program has written into the 16-bit copies that show it."""
+        if self.showing is not None:
+            adopt_((self.layout.params[i], self.showing(i)) for i in self.hidden.keys() & self.masters.keys())
+
+    def keep_shown(self) -> None:
+        """Gives what is shown memory of the parameters' own: connections end."""
+        self.adopt_shown()
+        for i in self.hidden:
+            p = self.layout.params[i]
+            p.data = p.data.clone()
 
     # ----- residuals ---------------------------------------------------------------------------------------------------
 
@@ -329,12 +349,12 @@ class Arenas:
             ):
                 residual.tensor().view(last - first, -1)[mine[first:last]] = 0.0
 
-    def residual_ratio(self, steps: int) -> float:
-        """Norm of the worker residual relative to that of the momentum, of which the last exchange has carried ``steps``; 0 before it."""
+    def residual_ratio(self) -> float:
+        """Norm of the worker residual relative to that of the momenta that the last exchange has carried; 0 before it."""
         if self.worker is None or not self.worker.values.numel():
             return 0.0
         values = self.worker.tensor()
-        squares = sum(float(self._energy(bucket).sum()) for bucket in self.layout.buckets) * steps**2
+        squares = sum(float(self._energy(bucket).sum()) for bucket in self.layout.buckets) * self.exchanged**2
         # hierarchical ranks hold 1/K of the residual
         share = values.numel() / max(1, self.layout.plan.elements)
         residual = float(torch.linalg.vector_norm(values, dtype=torch.float64)) / share**0.5
@@ -461,14 +481,11 @@ class Arenas:
 
     # ----- what kernels are given --------------------------------------------------------------------------------------
 
-    def _forget_bound(self) -> None:
+    def forget_bound(self) -> None:
+        """Lets go of views of weights, which are made again where they are needed."""
         # by bucket: the addresses of its weights and the views that were made of them; its parameters
         self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
         self._members: dict[int, _Members] = {}
-
-    def release_views(self) -> None:
-        """Lets go of views of weights; whoever needs them makes them again."""
-        self._bound = {}
 
     def _members_of(self, bucket: Bucket) -> _Members:
         known = self._members.get(bucket.index)

@@ -84,7 +84,7 @@ class OneBit(Codec):
         step: Step,
         send: Callable[[Part], Sent],
         take: Callable[[Part, Packed], Any],
-        done: Callable[[Step, Sequence[tuple[Part, Packed, Any]]], None],
+        done: Callable[[Step, Sequence[tuple[Part, Packed, Any]]], None] | None = None,
         *,
         becomes_momentum: bool = True,
     ) -> None:
@@ -115,7 +115,7 @@ class OneBit(Codec):
         """Brings what was held back of some blocks into this step's unit."""
         if self._rescaled is not None:
             factors = self._rescaled[bucket.index][slice(*blocks)]
-            residual.settled().view(len(factors), bucket.block_size).mul_(factors[:, None])
+            residual.tensor().view(len(factors), bucket.block_size).mul_(factors[:, None])
 
     def guarded(self, bucket: Bucket) -> Guarded:
         """See the base: residuals, and what else is the rank's own."""
@@ -188,7 +188,8 @@ class OneBit(Codec):
             self._workers, self._servers = {}, {}
             for bucket, gathered in self.arrived:
                 self._apply(bucket, gathered)
-        self._done(self.step, self._taken)
+        if self._done is not None:
+            self._done(self.step, self._taken)
 
 
 class Protected:

@@ -47,7 +47,7 @@ class Early:
         return self._session is not None and self._launched > 0
 
     def forget(self) -> None:
-        """Drops an exchange that cannot be ended."""
+        """Lets go of an exchange that is over, or cannot be ended."""
         self._session = self._codec = None
 
     def disarm(self) -> None:
@@ -157,10 +157,6 @@ class Early:
         self._session.finish()
         codec, self._codec = self._codec, None
         return codec
-
-    def close(self) -> None:
-        """The exchange is over."""
-        self._session = self._codec = None
 
     def abandon(self) -> None:
         """Brings in what backward has sent, on all ranks alike, and forgets it."""

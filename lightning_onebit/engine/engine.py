@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ from lightning_onebit.engine.early import Early
 from lightning_onebit.engine.late import Late
 from lightning_onebit.engine.layout import Layout, check_parameters, describe_groups
 from lightning_onebit.engine.link import Link
-from lightning_onebit.engine.options import ExchangeOptions
+from lightning_onebit.engine.options import ExchangeOptions, check_group, refuse_ignored
 from lightning_onebit.engine.rule import Rule
 from lightning_onebit.engine.step import Step
 from lightning_onebit.engine.whole import TornStep, Wholeness, signals_held
@@ -61,6 +61,7 @@ class Engine:
         exchange: how ranks exchange.
         algorithm: its name, for the handshake and checkpoints.
         kind: name of the optimizer, for messages.
+        hyperparameters: of groups, which ranks compare.
 
     Attributes:
         kept: the rule's tensors, and how far it has come.
@@ -73,15 +74,16 @@ class Engine:
         skipped, skips_in_a_row: steps that were not made, for gradients were not finite.
     """
 
-    def __init__(self, rule: Rule, exchange: ExchangeOptions, algorithm: str, kind: str) -> None:
+    def __init__(
+        self, rule: Rule, exchange: ExchangeOptions, algorithm: str, kind: str, hyperparameters: tuple[str, ...]
+    ) -> None:
         self.rule, self.kept, self.exchange, self.algorithm, self.kind = rule, rule.kept, exchange, algorithm, kind
         self.whole = Wholeness()
         self.link = Link(algorithm, exchange)
         self.late, self.early, self.scales = Late(rule), Early(self.whole), Scales(self.whole)
         self.running: Step | None = None
         self.skipped = self.skips_in_a_row = 0
-        # what ranks compare: hyperparameters of groups
-        self.hyperparameters: tuple[str, ...] = ()
+        self._hyperparameters = hyperparameters
         # compressed steps in a row in which all ranks had the same gradients
         self._alike_steps = 0
         _alive.add(self)
@@ -101,7 +103,7 @@ class Engine:
 
     def begin(self) -> Step:
         """The running step, or a new one; from here on it is decided whether it is dense."""
-        self.link.agreement.note(self.kept.steps + 1, self.kept.groups, self.hyperparameters)
+        self.link.agreement.note(self.kept.steps + 1, self.kept.groups, self._hyperparameters)
         self.running = self.running or self.new_step()
         self.running.dense = self.next_is_dense()
         return self.running
@@ -129,7 +131,7 @@ class Engine:
             with self.whole.change(self._naming_step()):
                 codec = self.early.complete(step)
                 self._agree_now_and_then()
-                self.early.close()
+                self.early.forget()
                 step.make_early(codec)
                 self._end(step)
             return
@@ -210,11 +212,10 @@ class Engine:
 
     def abandon(self) -> None:
         """Forgets the running step: what has been decided about it, and what backward has sent, on all ranks alike."""
-        self.kept.hidden, self.rule.showing = {}, False  # weights that are shown are those of the state that is loaded
+        self.kept.hidden, self.kept.showing = {}, None  # weights that are shown are those of the state that is loaded
         self.early.abandon()
         self.link.finish_reduction()
-        self.running = self.scales.unread = None
-        self.kept.forget_comparison()
+        self.running = self.scales.unread = self.kept.comparison = None
 
     def _agree_now_and_then(self) -> None:
         """Compares hyperparameters where a step has no control round."""
@@ -267,14 +268,6 @@ class Engine:
         if self.exchange.overlap == "backward":
             raise ValueError(
                 f"{what}: the norm needs all gradients, but overlap='backward' sends them as they come; use overlap='step'"
-            )
-
-    def refuse_clipping_by_value(self, clip_value: float) -> None:
-        """See ``OnebitOptimizer.check_clipping_by_value()``."""
-        if self.exchange.overlap == "backward":
-            raise ValueError(
-                f"clipping by value (to {clip_value}) has no effect with overlap='backward', which sends gradients as they come, before "
-                "anything can clip them; use overlap='step'"
             )
 
     def global_norm(self, *, clips: bool) -> float:
@@ -459,6 +452,23 @@ class Engine:
                 "step(), or save the weights only"
             )
 
+    # ----- parameter groups -------------------------------------------------------------------------------------------
+
+    def check_group(self, group: Mapping[str, Any]) -> None:
+        """Validates what a parameter group says."""
+        check_group(group, self.kind, self._hyperparameters, self._for_all_groups())
+        self.rule.check_group(group)
+
+    def refuse_changes(self) -> None:
+        """Raises where the program has edited groups by hand, so that what it put there would not be trained, or be ignored."""
+        kept = self.kept
+        kept.layout.refuse_changes(kept.groups, self.kind, kept.name_of)
+        for group in kept.groups:
+            refuse_ignored(group, self.kind, self._hyperparameters, self._for_all_groups())
+
+    def _for_all_groups(self) -> dict[str, Any]:
+        return {**vars(self.exchange), **vars(self.rule.options)}
+
     # ----- layout and connection --------------------------------------------------------------------------------------
 
     @property
@@ -492,7 +502,7 @@ class Engine:
         check_parameters(joining, kept.device, self.kind)
         stays = before is not None and self._plan_stays(before, newcomers)
         if before is not None and not stays:
-            rule.leaving_layout()
+            kept.hold_flat()  # one-bit rounds of a warm-up hold momenta by bucket
         state = {
             i: {**kept.keeps_of(i, arenas=not stays), **({} if stays else rule.keeps_of(i))}
             for i in (known if before is not None else ())
@@ -567,11 +577,11 @@ class Engine:
 
     def release(self) -> None:
         """Gives hooks, buffers and groups back; state stays."""
-        self.rule.keep_shown()
+        self.kept.keep_shown()
         self.link.release()
         self.early.remove_hooks()
         self.early.forget()
-        self.kept.release_views()
+        self.kept.forget_bound()
         if self.running is not None:
             self.running.forget_gradients()
 

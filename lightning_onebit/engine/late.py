@@ -45,7 +45,7 @@ class Late:
         kept.cold -= set(indices)
         for i in indices:
             kept.late[i] = kept.t[i], kept.t[i] + self.lessons(i)
-            kept.give_own(i)
+            kept.own[i] = kept.own_zeros(i)
         if kept.layout.ranks.rank == 0:
             names = ", ".join(map(kept.name_of, indices[:_NAMED]))
             more = f" (and {len(indices) - _NAMED} others)" if len(indices) > _NAMED else ""

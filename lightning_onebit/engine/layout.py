@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import is_not
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from lightning_onebit.comm import Bucket, Plan, Topology, extended_plan, is_dense, plan_buckets
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.kernels.common import bit_sums
+from lightning_onebit.kernels.transfer import upload
 
 TRAINABLE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Form: TypeAlias = tuple[torch.dtype, torch.Size, tuple[int, ...]]
@@ -132,12 +133,12 @@ class Layout:
         """Bytes of all gradients in their own dtypes: what a dense all-reduce moves once."""
         return sum(self.params[i].numel() * self.params[i].element_size() for i in self.known)
 
-    def by_group(self, indices: Sequence[int]) -> Iterator[tuple[int, list[int]]]:
+    def by_group(self, indices: Sequence[int]) -> ItemsView[int, list[int]]:
         """Parameters by their groups."""
         members: dict[int, list[int]] = {}
         for i in indices:
             members.setdefault(self.group_of[i], []).append(i)
-        yield from members.items()
+        return members.items()
 
     @cached_property
     def _forms(self) -> list[tuple[int, Form]]:
@@ -213,6 +214,24 @@ class Layout:
         ranks, count = self.ranks, bucket.blocks // self.ranks.size
         chunk = ranks.local_rank * ranks.nodes + ranks.node
         return chunk * count, (chunk + 1) * count
+
+    @cached_property
+    def _runs(self) -> tuple[Tensor, Tensor]:
+        """Lengths of runs of blocks (of a slot each, or padding), and where the runs of all slots are among them."""
+        # blocks of a segment lie in reverse order of its slots, and padding blocks come last
+        counts: list[int] = []
+        places: list[int] = []
+        for size in self.segments:
+            slots = self.slots[len(places) : len(places) + size]
+            places += reversed(range(len(counts), len(counts) + size))
+            blocks = [-(-self.params[i].numel() // self.plan.block_size) for i in reversed(slots)]
+            counts += [*blocks, -sum(blocks) % self.ranks.size]
+        return upload(counts, self.device), upload(places, self.device)
+
+    def per_slot(self, rows: Tensor, reduction: str) -> Tensor:
+        """Reduces what blocks have (``(blocks, k)``) to what slots have (``(slots, k)``), blocks taken in order (deterministic)."""
+        lengths, where = self._runs
+        return torch.segment_reduce(rows, reduction, lengths=lengths, initial=0.0, unsafe=True)[where]
 
 
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:

@@ -6,7 +6,8 @@ parameter that no longer shows its master's rounding has been written to.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +18,7 @@ from lightning_onebit.kernels.transfer import Download
 # elements treated at once: temporaries stay in the cache of a processor, and small beside the model on a device
 _CHUNK, _DEVICE_CHUNK = 1 << 18, 1 << 24
 
+_Item = TypeVar("_Item")
 Pair = tuple[Tensor, Tensor]  # a 16-bit parameter and its master
 
 
@@ -42,7 +44,7 @@ class Comparison:
     def __init__(self, pairs: Sequence[Pair]) -> None:
         self._pairs = pairs
         largest: list[Tensor] = []
-        for part in _portions(_chunks(pairs)):
+        for part in portions(_chunks(pairs), lambda pair: pair[0].numel(), _DEVICE_CHUNK):
             differences = [torch.empty_like(shown) for shown, _ in part]
             torch._foreach_copy_(differences, [master for _, master in part])
             torch._foreach_sub_(differences, [shown for shown, _ in part])
@@ -63,15 +65,16 @@ def _chunks(pairs: Iterable[Pair]) -> Iterator[Pair]:
             yield from zip(memory_order(shown.detach()).split(size), memory_order(master).split(size), strict=True)
 
 
-def _portions(pieces: Iterable[Pair]) -> Iterator[list[Pair]]:
-    portion: list[Pair] = []
+def portions(items: Iterable[_Item], size_of: Callable[[_Item], int], limit: int) -> Iterator[list[_Item]]:
+    """Cuts things into runs of ``limit`` in all, or of one that is larger."""
+    portion: list[_Item] = []
     size = 0
-    for piece in pieces:
-        if portion and size + piece[0].numel() > _DEVICE_CHUNK:
+    for item in items:
+        if portion and size + size_of(item) > limit:
             yield portion
             portion, size = [], 0
-        portion.append(piece)
-        size += piece[0].numel()
+        portion.append(item)
+        size += size_of(item)
     if portion:
         yield portion
 

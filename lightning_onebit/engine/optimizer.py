@@ -19,12 +19,10 @@ from lightning_onebit.engine.layout import check_parameters
 from lightning_onebit.engine.options import (
     ExchangeOptions,
     Options,
-    check_group,
     check_number,
     made_exchange,
     made_options,
     refuse_contradictions,
-    refuse_ignored,
 )
 from lightning_onebit.engine.rule import Rounds, Rule
 from lightning_onebit.engine.shown_state import ShownAttribute, ShownState
@@ -68,16 +66,12 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self.options: Any = made_options(self.options_class, type(self).__name__, options)
         exchange = made_exchange(exchange)
         refuse_contradictions(exchange, self.options, self.rule_class.fixed_exchange, type(self).__name__)
-        self._engine = Engine(self.rule_class(self.options, exchange), exchange, self.algorithm, type(self).__name__)
-        self._engine.hyperparameters = tuple(defaults)
+        rule = self.rule_class(self.options, exchange)
+        self._engine = Engine(rule, exchange, self.algorithm, type(self).__name__, tuple(defaults))
         # given the hold on signals that a step begins (by a strategy, which ends it between two batches)
         self._later: Callable[[signals_held], None] | None = None
-        # books from before the first step, or the first load
-        self._first_books: dict[str, Any] | None = None
         super().__init__(params, {**defaults, "compress": True})
         self._shown_state = ShownState(self)
-
-    # ----- what users see ---------------------------------------------------------------------------------------------
 
     @property
     def exchange(self) -> ExchangeOptions:
@@ -170,13 +164,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
         self._engine.kept.groups = self.param_groups
         try:
             group = self.param_groups[-1]
-            self._check_group(group)
+            self._engine.check_group(group)
             check_parameters(group["params"], self._engine.kept.device, type(self).__name__)
         except (TypeError, ValueError):
             self.param_groups.pop()
             raise
         if self._engine.kept.laid_out:
-            self._lay_out()
+            state.lay_out(self)
 
     # ----- phases -----------------------------------------------------------------------------------------------------
 
@@ -239,9 +233,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: one of ``params`` is not a parameter of this optimizer.
             RuntimeError: the algorithm cannot start some of ``params`` over alone (BinSGDM with the hierarchical exchange).
-
-        Example:
-            >>> optimizer.reset_state()
         """
         self._shown_state.forget()
         self.synchronise()
@@ -249,8 +240,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
             self._engine.start_over(list(params))
             return
         state.start_over(self)
-
-    # ----- other ranks ------------------------------------------------------------------------------------------------
 
     def configure_communication(
         self,
@@ -317,7 +306,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         It is the weights of the last synchronisation, decayed since. No communication. Training continues as if nobody had looked.
         What is written into a weight inside the context changes the shared model alone.
         """
-        shown = self._engine.rule.showing
+        shown = self._engine.kept.showing is not None
         self.show_consensus()
         try:
             yield
@@ -331,7 +320,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def show_local(self) -> None:
         """Points parameters back at this rank's own weights; see ``show_consensus()``."""
-        self._engine.rule.show_own()
+        self._engine.kept.show_own()
 
     @torch.no_grad()
     def synchronise(self) -> None:
@@ -437,7 +426,11 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
     def check_clipping_by_value(self, clip_value: float) -> None:
         """Raises ``ValueError`` where gradients would be clipped by value after they have been sent (``overlap="backward"``)."""
-        self._engine.refuse_clipping_by_value(clip_value)
+        if self.exchange.overlap == "backward":
+            raise ValueError(
+                f"clipping by value (to {clip_value}) has no effect with overlap='backward', which sends gradients as they come, before "
+                "anything can clip them; use overlap='step'"
+            )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """See ``torch.optim.Optimizer.zero_grad``."""
@@ -448,9 +441,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def residual_ratio(self) -> float:
         """Norm of this rank's worker residual relative to the norm of the momentum; 0.0 before the first exchange (a pass over memory)."""
-        return self._engine.kept.residual_ratio(self._engine.rule.exchanged_steps)
-
-    # ----- the step template ------------------------------------------------------------------------------------------
+        return self._engine.kept.residual_ratio()
 
     @torch._disable_dynamo  # as torch.optim has it: torch.compiler.disable would import the compiler with this package
     @torch.no_grad()
@@ -507,23 +498,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
         """Has signals that come within a step wait for its caller: ``later`` gets the hold on them, to be released between two steps."""
         self._later = later
 
-    # ----- checks -----------------------------------------------------------------------------------------------------
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        """Validates the options of a parameter group."""
-        check_group(group, type(self).__name__, self.defaults, {**vars(self.exchange), **vars(self.options)})
-        self._engine.rule.check_group(group)
-
-    def _lay_out(self, **how: Any) -> None:
-        """See ``Engine.lay_out()``."""
-        engine = self._engine
-        self._first_books = self._first_books or state.books(self)
-        if engine.cut_for_another_world():
-            # connected to another world since: cut everything anew (before newcomers, which have no state to save, are numbered)
-            engine.rule.leaving_world()
-            state.unpack(self, state.packed(self))
-        engine.lay_out(self.param_groups, **how)
-
     def prepare(self) -> None:
         """Lays parameters out and connects on first use, and again when a parameter becomes trainable. The first step does it.
 
@@ -535,17 +509,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
         engine.refuse_torn()
         engine.kept.groups = self.param_groups
         if not engine.kept.laid_out:
-            self._lay_out()
+            state.lay_out(self)
             return
-        layout = engine.kept.layout
-        # state is laid out for the parameters there were: groups that were edited by hand would silently not be trained
-        layout.refuse_changes(self.param_groups, type(self).__name__, self.name_of)
-        for group in self.param_groups:
-            refuse_ignored(group, type(self).__name__, self.defaults, {**vars(self.exchange), **vars(self.options)})
-        known = set(layout.known)
-        joins = any([p.requires_grad and i not in known for i, p in enumerate(layout.params)])
+        engine.refuse_changes()
+        known = set(engine.kept.layout.known)
+        joins = any([p.requires_grad and i not in known for i, p in enumerate(engine.kept.layout.params)])
         if joins or (not self.connected and not engine.reconnect()):
-            self._lay_out()
+            state.lay_out(self)
 
     def plan_description(self) -> list[str]:
         """The plan in words, one fact per line: what all ranks must agree on (options, phase, groups, layout of the parameters)."""
@@ -618,8 +588,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
             TornStep: as ``state_dict()``.
         """
         self.check_whole()
-        with self._engine.changing("completing residuals"):
-            return state.rank_state(self)
+        return state.rank_state(self)
 
     @torch.inference_mode(False)  # as in load_state_dict()
     @torch.no_grad()

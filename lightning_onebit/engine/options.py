@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any, TypeVar, get_type_hints
@@ -100,7 +101,7 @@ UNSUPPORTED = {
 _OF_OTHERS = ("betas", "eps", "beta", "magnitude_beta", "momentum", "dampening", "nesterov")
 
 
-def refuse_ignored(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+def refuse_ignored(group: Mapping[str, Any], kind: str, own: Collection[str], fixed: Mapping[str, Any]) -> None:
     """Raises where a parameter group has a hyperparameter that would be ignored; other keys (names, notes of schedulers) pass.
 
     Args:
@@ -126,7 +127,7 @@ def refuse_ignored(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], 
             )
 
 
-def check_group(group: Mapping[str, Any], kind: str, own: Mapping[str, Any], fixed: Mapping[str, Any]) -> None:
+def check_group(group: Mapping[str, Any], kind: str, own: Collection[str], fixed: Mapping[str, Any]) -> None:
     """Validates what a parameter group says; arguments as of ``refuse_ignored``."""
     check_number("lr", group["lr"], least=0)
     check_number("weight_decay", group["weight_decay"], least=0)
@@ -268,17 +269,29 @@ def takes(options: type[Options]) -> Callable[[_Made], _Made]:
     """
 
     def decorate(cls: _Made) -> _Made:
+        if "__init__" not in vars(cls):
+            cls.__init__ = _renewed(cls.__init__)  # type: ignore[misc]
         init: Any = cls.__init__  # type: ignore[misc]
-        kinds = get_type_hints(init)
-        own = [
-            p.replace(annotation=kinds.get(p.name, p.annotation)) for p in inspect.signature(init).parameters.values()
-        ]
-        *own, exchange = [p for p in own if p.kind is not p.VAR_KEYWORD]
-        init.__signature__ = inspect.Signature([*own, *as_parameters(options), exchange])
+        written = inspect.unwrap(init)
+        kinds = get_type_hints(written)
+        parameters = inspect.signature(written).parameters.values()
+        own = [p.replace(annotation=kinds.get(p.name, p.annotation)) for p in parameters if p.kind is not p.VAR_KEYWORD]
+        init.__signature__ = inspect.Signature([*own[:-1], *as_parameters(options), own[-1]])
         cls.options_class = options  # type: ignore[attr-defined]
         return cls
 
     return decorate
+
+
+def _renewed(init: Any) -> Any:
+    """An inherited constructor as a function of its own, for signatures belong to functions."""
+    init = inspect.unwrap(init)
+
+    @functools.wraps(init)
+    def renewed(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+
+    return renewed
 
 
 def made_options(kind: type[Options], optimizer: str, given: Mapping[str, Any]) -> Options:

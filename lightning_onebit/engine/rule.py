@@ -9,6 +9,7 @@ from torch import Tensor
 
 from lightning_onebit.engine.arenas import Arenas, Phase
 from lightning_onebit.engine.codec import Codec, OneBit
+from lightning_onebit.engine.masters import adopted
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.kernels import Packed
 
@@ -178,9 +179,6 @@ class Rule:
         """What else a parameter keeps where blocks are dealt anew."""
         return {}
 
-    def leaving_layout(self) -> None:
-        """Called before all blocks are dealt anew."""
-
     def leaving_world(self) -> None:
         """Called before all state is cut anew for another number of ranks."""
 
@@ -230,25 +228,11 @@ class Rule:
         """Whether replicas differ now because ranks have taken steps of their own."""
         return False
 
-    #: whether all parameters show the shared model
-    showing: bool = False
-
     def show_shared(self) -> None:
-        """Shows the model that all ranks share."""
-
-    def show_own(self) -> None:
-        """Shows this rank's own weights again."""
-
-    def keep_shown(self) -> None:
-        """Makes what is shown the parameters' own memory: connections end."""
+        """Shows the model that all ranks share, where it is another than this rank's own."""
 
     def synchronise(self, step: Step) -> None:
         """Brings replicas together without a step."""
-
-    @property
-    def exchanged_steps(self) -> int:
-        """Steps whose momenta the last exchange has carried."""
-        return 1
 
     # ----- saving ------------------------------------------------------------------------------------------------------
 
@@ -281,11 +265,7 @@ class Rule:
         enter(phase)
 
     def rank_layout(self) -> dict[str, Any]:
-        """What else state that differs by rank is cut for."""
-        return {}
-
-    def rank_notes(self) -> dict[str, Any]:
-        """What else is saved beside it."""
+        """What else is saved beside state that differs by rank: what it is cut for."""
         return {}
 
     def rank_state(self) -> dict[str, Tensor]:
@@ -299,5 +279,8 @@ class Rule:
         """Takes ``rank_state()`` back."""
 
     def shared_master(self, index: int) -> Tensor:
-        """A copy of the fp32 weights of a 16-bit parameter that all ranks share."""
-        return self.kept.adopted_master(index)
+        """A copy of the fp32 weights of a 16-bit parameter that all ranks share, with what the program has written into it.
+
+        Saving changes no master: weights that are shown for a moment (averages of them) may be saved, too.
+        """
+        return adopted(self.kept.layout.params[index].detach(), self.kept.masters[index])

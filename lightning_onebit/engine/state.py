@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -16,6 +15,7 @@ from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.engine.agreement import Agreement
 from lightning_onebit.engine.arenas import Arenas, Phase
 from lightning_onebit.engine.compact import expanded
+from lightning_onebit.engine.engine import Engine
 from lightning_onebit.engine.redistribute import WHOLE, WORKER, remedy
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def packed_groups(optimizer: OnebitOptimizer) -> list[dict[str, Any]]:
 def packed(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """``state_dict()``, of which no hook is told, with what follows from the rest of it."""
     kept, rule = optimizer._engine.kept, optimizer._engine.rule
-    state: dict[str, Any] = {"state": {}, "param_groups": packed_groups(optimizer), "onebit": books(optimizer)}
+    state: dict[str, Any] = {"state": {}, "param_groups": packed_groups(optimizer), "onebit": books(optimizer._engine)}
     if not kept.laid_out:
         return state
     layout = kept.layout
@@ -100,20 +100,20 @@ def packed(optimizer: OnebitOptimizer) -> dict[str, Any]:
     return state
 
 
-def books(optimizer: OnebitOptimizer) -> dict[str, Any]:
+def books(engine: Engine) -> dict[str, Any]:
     """What a state holds besides tensors."""
-    kept = optimizer._engine.kept
+    kept = engine.kept
     known = kept.layout.known if kept.laid_out else []
     slots = iter(kept.layout.slots if kept.laid_out else [])
     segments = [[next(slots) for _ in range(count)] for count in kept.layout.segments] if kept.laid_out else []
     return {
         "version": STATE_VERSION,
-        "algorithm": optimizer.algorithm,
+        "algorithm": engine.algorithm,
         "phase": kept.phase.value,
         "steps": kept.steps,
-        "skipped": optimizer._engine.skipped,
-        "skips_in_a_row": optimizer._engine.skips_in_a_row,
-        "ledger": optimizer.ledger.as_dict(),
+        "skipped": engine.skipped,
+        "skips_in_a_row": engine.skips_in_a_row,
+        "ledger": engine.link.ledger.as_dict(),
         # the state of one that has never had a gradient is not saved, but blocks are dealt to it
         "known": list(known),
         "stepped": [i for i in known if kept.t[i] > 0],
@@ -122,7 +122,7 @@ def books(optimizer: OnebitOptimizer) -> dict[str, Any]:
         **({"late": dict(kept.late)} if kept.late else {}),
         **({"units": dict(kept.units)} if kept.units else {}),
         **{name: values.tolist() for name, values in kept.numbers.items()},
-        **optimizer._engine.rule.books(),
+        **engine.rule.books(),
     }
 
 
@@ -215,7 +215,7 @@ def _check_groups(optimizer: OnebitOptimizer, saved: list[dict[str, Any]]) -> No
         )
     for theirs, mine in zip(saved, optimizer.param_groups, strict=True):
         matters = {key: value for key, value in theirs.items() if key not in _HOW_NOT_WHAT}
-        optimizer._check_group({**mine, **matters})
+        optimizer._engine.check_group({**mine, **matters})
 
 
 def _check_saved(optimizer: OnebitOptimizer, saved: dict[int, dict[str, Tensor]]) -> None:
@@ -274,11 +274,12 @@ def load(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
 
 def start_over(optimizer: OnebitOptimizer) -> None:
     """Loads the state of before the first step; masters, the ledger and the count of skipped steps go on."""
-    kept = optimizer._engine.kept
+    engine, kept = optimizer._engine, optimizer._engine.kept
+    rule = optimizer.rule_class(optimizer.options, optimizer.exchange)
+    first = books(Engine(rule, engine.exchange, engine.algorithm, engine.kind, ()))
     known = kept.layout.known if kept.laid_out else []
-    goes_on = {"known": known, "skipped": optimizer._engine.skipped, "ledger": optimizer.ledger.as_dict()}
-    masters = {i: {"step": torch.zeros(()), "master": optimizer._engine.rule.shared_master(i)} for i in kept.masters}
-    first = copy.deepcopy(optimizer._first_books or books(optimizer))
+    goes_on = {"known": known, "skipped": engine.skipped, "ledger": engine.link.ledger.as_dict()}
+    masters = {i: {"step": torch.zeros(()), "master": engine.rule.shared_master(i)} for i in kept.masters}
     optimizer.load_state_dict(
         {"state": masters, "param_groups": packed_groups(optimizer), "onebit": {**first, **goes_on}}
     )
@@ -288,7 +289,6 @@ def start_over(optimizer: OnebitOptimizer) -> None:
 def unpack(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
     """``load_state_dict()``, of which no hook is told."""
     known = state_dict.get("onebit")
-    optimizer._first_books = optimizer._first_books or books(optimizer)
     _check_books(optimizer, known)
     _check_groups(optimizer, state_dict["param_groups"])
     order = [i for g in state_dict["param_groups"] for i in g["params"]]
@@ -327,7 +327,8 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
     segments = known.get("segments", [])
     order = dict.fromkeys([i for segment in segments for i in segment])
     order |= dict.fromkeys(sorted({*saved, *known.get("known", ())}))
-    optimizer._lay_out(
+    lay_out(
+        optimizer,
         connect=False,
         newcomers="known" not in known,
         known=list(order),
@@ -363,6 +364,15 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
         optimizer._engine.link.transport.step = kept.steps + 1
 
 
+def lay_out(optimizer: OnebitOptimizer, **how: Any) -> None:
+    """See ``Engine.lay_out()``; connected to another world since, all state is cut anew before newcomers, which have none, are numbered."""
+    engine = optimizer._engine
+    if engine.cut_for_another_world():
+        engine.rule.leaving_world()
+        unpack(optimizer, packed(optimizer))
+    engine.lay_out(optimizer.param_groups, **how)
+
+
 def load_flat(kept: Arenas, flat: Tensor, key: str, saved: Mapping[int, Mapping[str, Tensor]]) -> None:
     """Copies per-parameter tensors of a checkpoint, where there are any, into a flat over all blocks."""
     for i, state in saved.items():
@@ -378,11 +388,11 @@ def rank_state(optimizer: OnebitOptimizer) -> dict[str, Any]:
     """See ``OnebitOptimizer.residual_state_dict()``."""
     kept, rule = optimizer._engine.kept, optimizer._engine.rule
     tensors = {key: kept.flat[name] for name, key in rule.arenas.items() if rule.per_rank and name in kept.flat}
-    if kept.worker is not None:
-        tensors["worker_residual"] = kept.worker.tensor()
-    if kept.server is not None:
-        tensors["server_residual"] = kept.server.tensor()
-    return {**_rank_layout(optimizer), **rule.rank_notes(), "tensors": {**tensors, **rule.rank_state()}}
+    with optimizer._engine.changing("completing residuals"):
+        for residual, key in ((kept.worker, "worker_residual"), (kept.server, "server_residual")):
+            if residual is not None:
+                tensors[key] = residual.tensor()
+        return {**_rank_layout(optimizer), "tensors": {**tensors, **rule.rank_state()}}
 
 
 def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,8 +39,12 @@ class Facts:
         return self._group[name]
 
 
-#: a number of a parameter; a function of a module or a bound method, for tables are kept by it
-Number = Callable[[Facts], float]
+#: a number of a parameter: a hyperparameter, or a function of a module or a bound method, for tables are kept by it
+Number: TypeAlias = "str | Callable[[Facts], float]"
+
+
+def _value(number: Number, p: Facts) -> float:
+    return float(p[number]) if isinstance(number, str) else number(p)
 
 
 class Group:
@@ -391,18 +395,14 @@ class Step:
     def by_slot(self, number: Number) -> list[float]:
         """A number of each exchanged parameter; asked for once for each kind."""
         examples, place = self._sorted_kinds()
-        values = [number(p) for p in examples]
+        values = [_value(number, p) for p in examples]
         return [values[k] for k in place]
 
     def table(self, *numbers: Number) -> Sequence[Tensor]:
         """By bucket, fp32 ``(blocks,)`` of one number of parameters, ``(numbers, blocks)`` of several; made for all buckets at once."""
         tables = self._tables.get(numbers)
         if tables is None:
-            examples, place = self._sorted_kinds()
-            rows = []
-            for number in numbers:
-                values = [number(p) for p in examples]
-                rows.append(self.spread(values if len(values) == 1 else [values[k] for k in place]))
+            rows = [self.spread(self.by_slot(number)) for number in numbers]
             table = rows[0] if len(rows) == 1 else torch.stack(rows)
             tables = self._tables[numbers] = self._by_bucket(table)
         return tables
