@@ -337,7 +337,7 @@ class Step:
     def _residual_units(self) -> dict[int, float]:
         """By exchanged parameter, in units of what its residuals are after this step; empty: of nothing that changes."""
         unit = self.rule.residual_unit
-        return {} if unit is None else dict(zip(self.kept.layout.slots, self.by_slot(unit), strict=True))
+        return {} if not unit else dict(zip(self.kept.layout.slots, self.by_slot(unit), strict=True))
 
     def rescaled_residuals(self) -> Sequence[Tensor] | None:
         """By bucket, fp32 ``(blocks,)``: factors that bring residuals into this step's units; None: all are 1."""
