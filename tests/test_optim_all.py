@@ -261,7 +261,7 @@ def rows_worker(group: Any, rank: int, world: int, made: Problem, rows: int) -> 
     return worst
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", [*ADAM_LIKE, "binsgdm"])
 def test_cold_and_nearly_cold_rows_stay_bounded(algorithm: str) -> None:
     def worst(faint: float, **options: Any) -> list[float]:
         # cold and warm rows share a block: blocks of their own would protect them already
