@@ -509,7 +509,9 @@ def _states_for(
         nodes = states[0]["ranks_per_node"]
     dropped = any(part.dropped for part in parts)
     before, now = (stamp.world_size, nodes), (mine[0]["world_size"], mine[0]["ranks_per_node"])
-    averaged = "server residuals are cut anew, worker residuals (and momenta of BinSGDM and 1-bit SGD) are averaged over ranks"
+    averaged = (
+        "server residuals are cut anew, worker residuals (and momenta of BinSGDM and 1-bit SGD) are averaged over ranks"
+    )
     return [part.result() for part in parts], (
         (
             f"residuals of {_world(*before)} continue in other buckets"
