@@ -82,8 +82,7 @@ class OnebitSGD(OnebitOptimizer):
                  p = exchange(p_i), every residual entering as (lr_{t-1}/lr_t) * residual
         all:     x -= lr*p                                               # lr = 0: residuals stay as they are, too
 
-    Source: our reading of dist-EF-blockSGD (NeurIPS 2019, arXiv 1905.10936). Its scale is the mean of \|p\| of a block, ours the root
-    mean square.
+    Source: our reading of dist-EF-blockSGD, arXiv 1905.10936, whose scale is the mean of \|p\| of a block; ours is the root mean square.
 
     Args:
         params: parameters or parameter groups; a group may have ``compress=False`` (averaged densely) and its own of the five:
@@ -96,8 +95,7 @@ class OnebitSGD(OnebitOptimizer):
         **options: see ``Options``.
 
     Raises:
-        TypeError: an option or parameter of the wrong type.
-        ValueError: an option out of range.
+        ValueError: an option out of range, or a ``TypeError``: of the wrong type.
     """
 
     algorithm = "onebit_sgd"
