@@ -22,7 +22,7 @@ class Momentum(Rule):
 
     arenas: ClassVar[dict[str, str]] = {"m": "momentum_buffer"}
     per_rank: ClassVar[bool] = True
-    residual_unit = staticmethod(lr)
+    residual_unit: ClassVar[Any] = staticmethod(lr)
     reads_plain: ClassVar[str] = "momentum_buffer"
     scales_tell: ClassVar[bool] = False  # where lr is 0 none are sent
     first_phase: ClassVar[Phase] = Phase.COMPRESSED

@@ -13,7 +13,7 @@ from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.kernels import Packed
 
 if TYPE_CHECKING:
-    from lightning_onebit.engine.step import Facts, Group, Part, Step
+    from lightning_onebit.engine.step import Group, Part, Step
 
 #: the state of each parameter in a checkpoint, by its index
 Saved: TypeAlias = Mapping[int, Mapping[str, Tensor]]
@@ -72,8 +72,8 @@ class Rule:
     #: whether such arenas are of the rank's shard only in a hierarchical exchange, in which a node's gradients are averaged first
     by_shard: ClassVar[bool] = False
     #: number of a parameter in whose units residuals are: where it changes they enter as (before/now) * residual, and where it is 0 the
-    #: parameter takes no part in the exchange; None: no such number
-    residual_unit: ClassVar[Callable[[Facts], float] | None] = None
+    #: parameter takes no part in the exchange (a static function of ``Facts``); None: no such number
+    residual_unit: ClassVar[Any] = None
     #: what the state of a plain optimizer has, for each parameter, where it is a valid start (torch.optim.Adam's); "": none is
     reads_plain: ClassVar[str] = "exp_avg_sq"
     #: whether a non-finite gradient of any rank shows in the scales that all ranks receive, in the same step
