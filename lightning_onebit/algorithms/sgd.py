@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_onebit.algorithms.moments import lr
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, Options, check_flag, check_number, takes
@@ -64,11 +63,11 @@ class Momentum(Rule):
 
     def send(self, s: Part) -> Sent:
         """``p_i``."""
-        return Sent(b=torch.ones_like(s.each(lr)), g=s.blocks.slice(self.p))
+        return Sent(b=torch.ones_like(s.each("lr")), g=s.blocks.slice(self.p))
 
     def take(self, s: Part, u: Packed) -> None:
         """``x -= lr p``."""
-        s.kernels.apply_adam(s.blocks, s.x, u, None, torch.ones_like(s.each(lr)), s.each(lr))
+        s.kernels.apply_adam(s.blocks, s.x, u, None, torch.ones_like(s.each("lr")), s.each("lr"))
 
 
 @takes(Options)
@@ -82,8 +81,7 @@ class OnebitSGD(OnebitOptimizer):
                  p = exchange(p_i), every residual entering as (lr_{t-1}/lr_t) * residual
         all:     x -= lr*p                                               # lr = 0: residuals stay as they are, too
 
-    Source: our reading of dist-EF-blockSGD (NeurIPS 2019, arXiv 1905.10936). Its scale is the mean of \|p\| of a block, ours the root
-    mean square.
+    Source: our reading of dist-EF-blockSGD, arXiv 1905.10936, whose scale is the mean of \|p\| of a block; ours is the root mean square.
 
     Args:
         params: parameters or parameter groups; a group may have ``compress=False`` (averaged densely) and its own of the five:

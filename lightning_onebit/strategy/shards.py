@@ -330,8 +330,8 @@ def _states_for(
             part.add(state)
     before, now = (_world(state["world_size"], state["ranks_per_node"]) for state in (states[0], mine[0]))
     said = (
-        f"residuals of {before} continue on {now}: server residuals are cut anew, worker residuals (BinSGDM: momenta and "
-        "magnitudes, 1-bit SGD: momenta) are averaged over ranks"
+        f"residuals of {before} continue on {now}: server residuals are cut anew, worker residuals (and "
+        "momenta of BinSGDM and 1-bit SGD) are averaged over ranks"
         if before != now
         else f"residuals of {before} continue in other buckets"
     )
