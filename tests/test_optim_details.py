@@ -467,7 +467,7 @@ def test_a_released_optimizer_leaves_parameters_their_own_memory() -> None:
     assert run_world(_released, 2) == [70 * 4] * 2
 
 
-def test_residuals_owe_their_scales_from_step_to_step_and_nobody_sees_it() -> None:
+def test_subtractions_are_pending_from_step_to_step_and_nobody_sees_it() -> None:
     """Compiled kernels leave a full block's subtraction to the next step; who asks for residuals gets the reference's."""
 
     def run(kernels: str, idle: bool) -> tuple[list[Any], list[int]]:

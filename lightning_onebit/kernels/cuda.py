@@ -25,10 +25,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_onebit.kernels import BlockMap, KernelsUnavailable, Spans, kept
+from lightning_onebit.kernels import BlockMap, KernelsUnavailable, kept
 from lightning_onebit.kernels.compiled import DTYPES, Argument, Bound, CompiledKernels, Layout
 from lightning_onebit.kernels.cpu import cache_directory
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
+from lightning_onebit.kernels.reference import Spans
 from lightning_onebit.kernels.residual import Residual, as_tensor
 from lightning_onebit.kernels.transfer import upload
 

@@ -297,9 +297,7 @@ DEVICE float* accumulators(const Here& h, char* scratch, int arrays) {
   return reinterpret_cast<float*>(scratch) + (static_cast<i64>(blockIdx.x) * blockDim.y + h.group) * size;
 }
 
-DEVICE float scale_of(float sum, int length, float factor = 1.0f) {
-  return length > 0 ? mul(factor, root(div(sum, static_cast<float>(length)))) : 0.0f;
-}
+DEVICE float scale_of(float sum, int length) { return length > 0 ? root(div(sum, static_cast<float>(length))) : 0.0f; }
 
 // ----- compress and reduce: bits, scale and residual --------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Compiles onebit.cu to machine code without a GPU and reads what the assembler says about registers and spills.
 
-``python tests/cuda_shim/compilers.py`` prints the table of docs/cuda.md.
+``python tests/cuda_shim/compilers.py`` prints registers as a table.
 """
 
 from __future__ import annotations
