@@ -231,9 +231,9 @@ class VarianceFreezeMixin(WatchingCallback):
             # Frozen before and warming up again: a fallback of DivergenceGuard, which ends it (if it is still there).
             watch.done = watch.done and _guarded(trainer)
             self._watches.append(watch)
-            self._handles += [
-                optimizer.register_step_post_hook(partial(self._after_step, trainer, watch)),
-                optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)),
+            self._undo += [
+                optimizer.register_step_post_hook(partial(self._after_step, trainer, watch)).remove,
+                optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)).remove,
             ]
             if watch.warms_up:
                 rank_zero_info(self._forecast(trainer, watch))

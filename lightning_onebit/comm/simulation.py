@@ -78,19 +78,11 @@ class SimulatedGroup:
         if self.rank not in ranks:
             raise ValueError(f"ranks={list(ranks)} does not contain this rank ({self.rank}); only members make a group")
         members = tuple(self.ranks[r] for r in ranks)
-        return self.world.group_of(members, list(ranks).index(self.rank))
-
-    def all_to_all(self, out: Tensor, inp: Tensor) -> SimulatedWork:
-        """Row r of ``inp`` ``(size, ...)`` goes to rank r; row r of ``out`` comes from it."""
-        return self._join("all_to_all", inp, out)
-
-    def all_gather(self, out: Tensor, inp: Tensor) -> SimulatedWork:
-        """Every rank's ``inp`` becomes one row of ``out`` ``(size, ...)``."""
-        return self._join("all_gather", inp, out)
+        return SimulatedGroup(self.world, members, list(ranks).index(self.rank))
 
     def all_reduce(self, tensor: Tensor) -> SimulatedWork:
         """Sums ``tensor`` over the ranks in place, in rank order: ``((t_0 + t_1) + t_2) + ...``."""
-        return self._join("all_reduce", tensor, tensor)
+        return self.join("all_reduce", tensor, tensor)
 
     def barrier(self) -> None:
         """Waits until all ranks are here.
@@ -99,9 +91,10 @@ class SimulatedGroup:
             RuntimeError: a rank did not come within the world's timeout, or has failed.
         """
         token = torch.empty(0)
-        self._join("barrier", token, token).wait()
+        self.join("barrier", token, token).wait()
 
-    def _join(self, kind: str, inp: Tensor, out: Tensor) -> SimulatedWork:
+    def join(self, kind: str, inp: Tensor, out: Tensor) -> SimulatedWork:
+        """Takes part in a collective, ``"all_to_all"``, ``"all_gather"``, ``"all_reduce"`` or ``"barrier"``."""
         number, self._calls = self._calls, self._calls + 1
         return SimulatedWork(self.world.join(self, number, kind, inp, out), self)
 
@@ -164,7 +157,7 @@ class SimulatedWorld:
 
         def rank_main(rank: int) -> None:
             try:
-                results[rank] = fn(self.group_of(everyone, rank), *args)
+                results[rank] = fn(SimulatedGroup(self, everyone, rank), *args)
             except BaseException as error:  # it is raised again below, in the caller's thread
                 with self._lock:
                     self._failed.setdefault(rank, error)
@@ -184,12 +177,8 @@ class SimulatedWorld:
             raise error
         return results
 
-    def group_of(self, ranks: tuple[int, ...], rank: int) -> SimulatedGroup:
-        """The group of some ranks of this world as its member number ``rank`` holds it."""
-        return SimulatedGroup(self, ranks, rank)
-
     def join(self, group: SimulatedGroup, number: int, kind: str, inp: Tensor, out: Tensor) -> _Meeting:
-        """One rank joins the group's collective number ``number``; whoever comes last carries it out for all."""
+        """One rank joins the group's collective number ``number``; the last one to come carries it out for all."""
         key = (group.ranks, number)
         with self._lock:
             meeting = self._meetings.setdefault(key, _Meeting(kind, group.size))
