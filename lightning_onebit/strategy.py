@@ -54,13 +54,14 @@ from lightning_onebit.comm import (
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer, Phase
 from lightning_onebit.engine.convert import convert_adam, obstacle, repoint_schedulers, stand_down, stand_in
 from lightning_onebit.engine.layout import TRAINABLE_DTYPES
-from lightning_onebit.engine.options import check_choice, check_integer
+from lightning_onebit.engine.options import arguments_text, check_choice, check_integer
 from lightning_onebit.engine.whole import signals_held
 from lightning_onebit.registry import (
     Algorithm,
     check_options,
     find_algorithm,
     option_parameters,
+    option_texts,
     register,
     when_algorithms_change,
 )
@@ -950,6 +951,10 @@ def _show_options() -> None:
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Any) for name in DDP_KEYWORDS
     ]
     init.__signature__ = inspect.Signature([*own[:-1], *option_parameters().values(), *ddp])
+    keywords = dict.fromkeys(
+        DDP_KEYWORDS, "of DistributedDataParallel: not needed, or refused with what to write instead."
+    )
+    init.__doc__ = arguments_text({**option_texts(), **keywords})
 
 
 _show_options()
