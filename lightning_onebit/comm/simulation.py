@@ -29,9 +29,17 @@ class SimulatedWork:
         Raises:
             RuntimeError: a rank did not join in time, has failed, or joined with something else.
         """
-        world = self._group.world
+        world, meeting = self._group.world, self._meeting
         seconds = world.timeout if timeout is None else min(world.timeout, timeout.total_seconds())
-        world.wait_for(self._meeting, seconds, self._group.ranks)
+        meeting.over.wait(seconds)
+        if not meeting.done:
+            missing = [rank for member, rank in enumerate(self._group.ranks) if member not in meeting.arrived]
+            if world.failed:
+                rank, error = next(iter(world.failed.items()))
+                raise RuntimeError(f"simulated rank {rank} has failed: {error}")
+            raise RuntimeError(f"timed out after {seconds:g} s: simulated ranks {missing} never joined")
+        if meeting.error is not None:
+            raise RuntimeError(meeting.error)
         return True
 
 
@@ -138,7 +146,7 @@ class SimulatedWorld:
         self.timeout = float(timeout)
         self._lock = threading.Lock()
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self._failed: dict[int, BaseException] = {}
+        self.failed: dict[int, BaseException] = {}  # what ranks have raised
 
     def run(self, fn: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Runs ``fn(group, *args)`` on every rank and returns the results by rank.
@@ -151,7 +159,7 @@ class SimulatedWorld:
             Exception: what a rank raised (the first rank to raise; the others are then woken and end too).
         """
         self._meetings.clear()
-        self._failed.clear()
+        self.failed.clear()
         results: list[Any] = [None] * self.size
         everyone = tuple(range(self.size))
 
@@ -160,7 +168,7 @@ class SimulatedWorld:
                 results[rank] = fn(SimulatedGroup(self, everyone, rank), *args)
             except BaseException as error:  # it is raised again below, in the caller's thread
                 with self._lock:
-                    self._failed.setdefault(rank, error)
+                    self.failed.setdefault(rank, error)
                     for meeting in self._meetings.values():
                         meeting.over.set()
 
@@ -170,8 +178,8 @@ class SimulatedWorld:
             thread.start()
         for thread in threads:
             thread.join()
-        if self._failed:
-            rank, error = next(iter(self._failed.items()))
+        if self.failed:
+            rank, error = next(iter(self.failed.items()))
             if hasattr(error, "add_note"):
                 error.add_note(f"raised by rank {rank} of a simulated world of {self.size}")
             raise error
@@ -189,7 +197,7 @@ class SimulatedWorld:
             last = len(meeting.arrived) == group.size
             if last:
                 del self._meetings[key]
-            elif self._failed:
+            elif self.failed:
                 meeting.over.set()
         if last:
             try:
@@ -200,23 +208,6 @@ class SimulatedWorld:
             meeting.done = True
             meeting.over.set()
         return meeting
-
-    def wait_for(self, meeting: _Meeting, seconds: float, ranks: tuple[int, ...]) -> None:
-        """Blocks until a collective is done.
-
-        Raises:
-            RuntimeError: it was not done in ``seconds``, a rank has failed, or the ranks did different things.
-        """
-        meeting.over.wait(seconds)
-        if not meeting.done:
-            with self._lock:
-                missing = [rank for member, rank in enumerate(ranks) if member not in meeting.arrived]
-            if self._failed:
-                rank, error = next(iter(self._failed.items()))
-                raise RuntimeError(f"simulated rank {rank} has failed: {error}")
-            raise RuntimeError(f"timed out after {seconds:g} s: simulated ranks {missing} never joined")
-        if meeting.error is not None:
-            raise RuntimeError(meeting.error)
 
 
 @torch.no_grad()
