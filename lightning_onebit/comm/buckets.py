@@ -99,8 +99,9 @@ class Bucket:
         views: list[Tensor | None] = []
         for span in self.spans:
             tensor = tensor_of(span.param)
-            whole = tensor is None or tensor.numel() == span.numel
-            views.append(tensor if whole else tensor[span.start : span.start + span.numel])
+            if tensor is not None and tensor.numel() != span.numel:
+                tensor = tensor[span.start : span.start + span.numel]
+            views.append(tensor)
         return views
 
 
