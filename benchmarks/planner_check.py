@@ -131,12 +131,13 @@ def shaped(file: str) -> tuple[str, list[Row]]:
         for name, seconds in steps.items()
         if name in METHODS
     ]
-    return f"{hosts} hosts, {result['megabits']:g} Mb/s shaped, {bandwidth / 1e6:.0f} Mb/s in the bare all-reduce", rows
+    return f"{result['megabits']:,g} Mb/s, {bandwidth / 1e6:.0f} in an all-reduce", rows
 
 
-def markdown(rows: Sequence[Row], measured: str) -> str:
-    """A table of comparisons."""
-    lines = [f"| | predicted | {measured} | error |", "|---|---|---|---|"]
+def markdown(rows: Sequence[Row], measured: str, *second: str) -> str:
+    """A table of comparisons; ``second`` heads what follows a bar in ``Row.what``."""
+    heads = ["", *second, "predicted", measured, "error"]
+    lines = [f"|{' |'.join(f' {head}'.rstrip() for head in heads)} |", "|---" * len(heads) + "|"]
     lines += [
         f"| {row.what} | {_number(row.predicted)} {row.unit} | {_number(row.measured)} {row.unit} | {row.error:+.0%} |".replace(
             "  |", " |"
@@ -152,17 +153,16 @@ def _number(value: float) -> str:
 
 def sections() -> dict[str, str]:
     """Every table of docs/planner.md by its caption."""
-    dense, dense_rows = published("dense")
-    stage, stage_rows = published("compressed")
-    found = {
-        f"Computation fitted on the dense column ({1e3 * dense:.0f} ms)": markdown(dense_rows, "published"),
-        f"Computation fitted on one compressed point, 8 GPUs ({1e3 * stage:.0f} ms)": markdown(stage_rows, "published"),
+    points: list[Row] = []
+    for fitted_on, what in (("dense", "dense column"), ("compressed", "8 GPUs, compressed")):
+        compute, rows = published(fitted_on)
+        points += [replace(row, what=f"{row.what} | {what}, {1e3 * compute:.0f} ms") for row in rows]
+    own = [replace(row, what=f"{row.what} | {caption}") for caption, rows in map(shaped, SHAPED) for row in rows]
+    return {
+        "Published points": markdown(points, "published", "computation fitted on"),
         "Schedules": markdown(arithmetic(), "published"),
+        "Our networks": markdown(own, "measured", "network"),
     }
-    for file in SHAPED:
-        caption, rows = shaped(file)
-        found[caption] = markdown(rows, "measured")
-    return found
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lightning_onebit import callbacks
     from lightning_onebit.lightning import OnebitStrategy
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Algorithm",

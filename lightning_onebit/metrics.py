@@ -17,7 +17,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,15 @@ class _OnebitMetric(Metric):
     """What the metrics of this module share."""
 
     is_differentiable = False
+    full_state_update = False
     plot_lower_bound = 0.0
+    #: states that add up over updates and ranks
+    _sums: ClassVar[dict[str, torch.dtype]] = {}
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for name, dtype in self._sums.items():
+            self.add_state(name, torch.zeros((), dtype=dtype), dist_reduce_fx="sum")
 
     def plot(self, val: Tensor | Sequence[Tensor] | None = None, ax: Any = None) -> Any:
         """Plots one value or a series of them.
@@ -61,12 +69,8 @@ class CommunicationVolume(_OnebitMetric):
     """
 
     higher_is_better = False
-    full_state_update = False
+    _sums: ClassVar = {"bytes_sent": torch.int64}
     bytes_sent: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("bytes_sent", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, record: StepRecord) -> None:
         """Adds the record of one step, or a sum of several."""
@@ -90,14 +94,9 @@ class CompressionRatio(_OnebitMetric):
     """
 
     higher_is_better = True
-    full_state_update = False
+    _sums: ClassVar = {"bytes_sent": torch.int64, "dense_bytes": torch.int64}
     bytes_sent: Tensor
     dense_bytes: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("bytes_sent", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
-        self.add_state("dense_bytes", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, record: StepRecord) -> None:
         """Adds the record of one step, or a sum of several."""
@@ -123,14 +122,9 @@ class CommunicationTime(_OnebitMetric):
     """
 
     higher_is_better = False
-    full_state_update = False
+    _sums: ClassVar = {"seconds": torch.float64, "steps": torch.int64}
     seconds: Tensor
     steps: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("seconds", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("steps", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, record: StepRecord, steps: int = 1) -> None:
         """Adds a record.
@@ -161,14 +155,9 @@ class ResidualNorm(_OnebitMetric):
     """
 
     higher_is_better = False
-    full_state_update = False
+    _sums: ClassVar = {"ratio_sum": torch.float64, "updates": torch.int64}
     ratio_sum: Tensor
     updates: Tensor
-
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.add_state("ratio_sum", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
-        self.add_state("updates", torch.zeros((), dtype=torch.int64), dist_reduce_fx="sum")
 
     def update(self, ratio: float | Tensor) -> None:
         """Adds one reading of ``optimizer.residual_ratio()``."""

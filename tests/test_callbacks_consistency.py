@@ -27,16 +27,16 @@ def _module(*shapes: tuple[int, ...]) -> torch.nn.Module:
     return module
 
 
-def _trainer(local: bool = False, optimizer: Any = None, timeout: float = 30) -> Any:
+def _trainer(optimizer: Any = None, timeout: float = 30) -> Any:
     if optimizer is None:
-        optimizer = SimpleNamespace(steps=0, mid_local=False) if local else SimpleNamespace(steps=0)
+        optimizer = SimpleNamespace(steps=0, mid_local=False)
     strategy = SimpleNamespace(onebit_optimizers=[optimizer], timeout=timedelta(seconds=timeout))
     return SimpleNamespace(global_step=0, strategy=strategy)
 
 
 def _run(rank: int, spoil_at: int, spoiled: int, steps: int, every: int, local: bool = False) -> tuple[int, str]:
     """Trains for some steps; rank 1 loses one bit of parameter ``spoiled`` after step ``spoil_at``. Returns where it raised."""
-    module, trainer = _module((3, 5), (0,), (), (7,)), _trainer(local)
+    module, trainer = _module((3, 5), (0,), (), (7,)), _trainer()
     callback = ReplicaConsistencyMixin(every)
     callback.on_train_start(trainer, module)
     try:

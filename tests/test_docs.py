@@ -103,6 +103,19 @@ def test_files_that_pages_name_exist() -> None:
             assert (ROOT / name).exists(), f"{page} names {name}"
 
 
+def test_results_that_pages_name_are_kept_and_every_plot_has_its_numbers() -> None:
+    results = ROOT / "benchmarks" / "results"
+    named = {
+        name
+        for page in [*(DOCS / page for page in PAGES), ROOT / "README.md", ROOT / "benchmarks" / "README.md"]
+        for name in re.findall(r"`(\w*(?:kernels|step|exchange|network|rules)[\w*]*\.jsonl?)`", page.read_text())
+    }
+    assert len(named) >= 8 and not [name for name in named if not list(results.glob(name))]
+    # several files are drawn into the plot of docs/performance.md
+    plots = {plot.stem for plot in results.glob("*.png")} - {"slow_network_zen5"}
+    assert plots <= {file.stem for file in results.glob("*.json")}
+
+
 def _pages_in(nav: object) -> list[str]:
     if isinstance(nav, str):
         return [nav]

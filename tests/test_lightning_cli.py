@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import io
 import re
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,10 @@ import yaml
 from lightning_support import TREES, strategy_class
 
 import lightning_onebit as ob
+from lightning_onebit.engine.options import described
+from lightning_onebit.strategy.registry import ALGORITHMS
 
-pytest.importorskip("jsonargparse")
+jsonargparse = pytest.importorskip("jsonargparse")
 
 CONFIGURATION = """
 trainer:
@@ -155,3 +159,31 @@ def test_help_shows_every_option(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("freeze_step", "recipe", "refresh", "local_steps", "trust_clip", "coefficients", "exchange", "seed"):
         assert f"strategy.init_args.{name}" in shown or f"strategy.{name}" in shown, name
     assert "published" in shown and "_alone" not in shown and "_doubling" not in shown
+
+
+@pytest.mark.parametrize("kind", ["OnebitStrategy", *(a.optimizer.__name__ for a in ALGORITHMS.values())])
+def test_help_says_what_an_option_is_in_the_words_of_its_dataclass_once(kind: str) -> None:
+    parser, out = jsonargparse.ArgumentParser(), io.StringIO()
+    of_strategy = kind == "OnebitStrategy"
+    parser.add_class_arguments(strategy_class("lightning") if of_strategy else getattr(ob, kind), "made")
+    parser.print_help(out)
+    shown = "".join(out.getvalue().split())  # lines end at blanks and at hyphens
+    for algorithm in ALGORITHMS.values():
+        if not of_strategy and algorithm.optimizer is not getattr(ob, kind):
+            continue
+        options = algorithm.optimizer.options_class
+        texts = described(options)
+        assert texts.keys() == {field.name for field in fields(options) if not field.name.startswith("_")}
+        for field in fields(options) if not of_strategy else ():
+            if is_dataclass(field.default):  # a group of options of its own, whose heading is its class's
+                texts.pop(field.name)
+                texts |= described(type(field.default))
+        for name, text in texts.items():
+            assert shown.count("".join(text.split())) == 1, f"{name} of {options.__name__}"
+    assert "(type:" in shown and not re.search(r"--made\.\S+ [A-Z_]+\s+\(type:", out.getvalue()), (
+        "an option without a text"
+    )
+
+
+def test_every_option_of_the_exchange_has_its_text() -> None:
+    assert described(ob.ExchangeOptions).keys() == {f.name for f in fields(ob.ExchangeOptions) if f.name[0] != "_"}

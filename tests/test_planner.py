@@ -601,7 +601,7 @@ def test_schedules_agree_with_the_published_numbers() -> None:
 
 
 def test_published_points_are_missed_by_no_more_than_the_docs_say() -> None:
-    """The dense column alone does not settle the computation: docs/planner.md says so, with these errors."""
+    """The dense column alone does not fix the computation: docs/planner.md says so, with these errors."""
     compute, rows = planner_check.published("dense")
     assert 0.3 < compute < 1.0 and len(rows) == 3
     assert all(-0.5 < row.error < 0 for row in rows), "the model is pessimistic there, not optimistic"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 from lightning_onebit._names import shown_as
@@ -36,20 +37,17 @@ class OnebitCallback:
 
 @shown_as("Callback")
 class WatchingCallback(OnebitCallback):
-    """A callback with hooks on the compressed optimizers, which are removed when training ends.
+    """A callback that keeps something per compressed optimizer, and what it has changed elsewhere until training ends.
 
-    A subclass registers them in ``on_train_start``. Of what it keeps per optimizer, ``_watches``, every item has the optimizer as
-    ``optimizer``.
+    ``on_train_start`` fills ``_watches``, of which every item has its optimizer as ``optimizer``, and ``_undo``.
     """
+
+    on_train_start: Callable[[Any, Any], None]
 
     def __init__(self) -> None:
         super().__init__()
         self._watches: list[Any] = []
-        self._handles: list[Any] = []
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Starts watching the optimizers; by now a checkpoint has been loaded."""
-        raise NotImplementedError
+        self._undo: list[Callable[[], None]] = []
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Watches the new optimizers where the program has set them up anew (``strategy.setup_optimizers(trainer)``)."""
@@ -70,8 +68,8 @@ class WatchingCallback(OnebitCallback):
         self._release()
 
     def _release(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        while self._undo:
+            self._undo.pop()()
 
 
 def misconfiguration(owner: Any, message: str) -> Exception:

@@ -91,17 +91,20 @@ class ReplicaConsistencyMixin(OnebitCallback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Checks when enough steps have been made."""
-        if trainer.global_step - self._checked_at >= self.every_n_steps and not _between_synchronisations(trainer):
-            self._check(trainer, pl_module)
+        self._check_after(self.every_n_steps, trainer, pl_module)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Checks the weights that training ends with."""
-        if trainer.global_step > self._checked_at and not _between_synchronisations(trainer):
-            self._check(trainer, pl_module)
+        self._check_after(1, trainer, pl_module)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Lets go of the process group."""
         self._transport = None
+
+    def _check_after(self, steps: int, trainer: Any, pl_module: Any) -> None:
+        local = any(optimizer.mid_local for optimizer in trainer.strategy.onebit_optimizers)
+        if trainer.global_step - self._checked_at >= steps and not local:
+            self._check(trainer, pl_module)
 
     def _check(self, trainer: Any, pl_module: Any) -> None:
         assert self._transport is not None  # on_train_start came first
@@ -127,7 +130,3 @@ def _compare(names: Sequence[str], rows: Tensor, step: int) -> None:
             "Something changes the weights of one rank alone (a callback, a hook, in-place surgery, failing memory): "
             "lower `every_n_steps` to find the step, and continue from a checkpoint made before it."
         )
-
-
-def _between_synchronisations(trainer: Any) -> bool:
-    return any(getattr(optimizer, "mid_local", False) for optimizer in trainer.strategy.onebit_optimizers)

@@ -29,11 +29,7 @@ LITTLE_GAIN = 0.9
 def bytes_of_steps(optimizer: Any, ranks: int) -> tuple[int, int, int]:
     """Bytes that a rank sends (of a hierarchical exchange: a node) in a dense step, in a compressed one, and in DDP's.
 
-    All that is sent counts: scales, the blocks that tensors do not fill, and the control round.
-
-    Args:
-        optimizer: a compressed optimizer, which need not have made a step.
-        ranks: number of ranks.
+    All that is sent counts: scales, the blocks that tensors do not fill, and the control round. The optimizer need not have stepped.
     """
     share, size = optimizer.topology.ranks_per_node, optimizer.exchange.block_size
     trained = [(p, group["compress"]) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
@@ -118,12 +114,6 @@ class _Watch:
         """What its steps before the freeze are called: 0/1 Adam compresses most of them, by its own policy."""
         return "steps" if self.optimizer.local_steps else "dense steps"
 
-    def start_over(self) -> None:
-        """Watches an optimizer that has been given another state, of which nothing is known but its steps and its phase."""
-        self.seen, self.began, self.expected = self.optimizer.steps, None, None
-        self.learning_rate = LearningRateWatch()
-        self.done = self.optimizer.phase is not Phase.WARMUP
-
     def state(self) -> dict[str, Any]:
         kept = {name: getattr(self, name) for name in ("offset", "seen", "done", "began")}
         return {**kept, "learning_rate": asdict(self.learning_rate)}
@@ -138,16 +128,15 @@ class VarianceFreezeMixin(WatchingCallback):
     """Ends the dense warm-up: freezes the variance of every compressed optimizer and lets compression begin.
 
     The automatic rule freezes after the first step, from ``earliest`` on, after which the learning rate no longer rises, and
-    after step ``latest`` in any case. Gradients, and with them the variance, change their scale while the learning rate
-    rises, so a variance from before its end is that of another regime; after it, refreshes go on teaching the variance.
-    The learning rate no longer rises once more steps have passed since its last rise than ever lay between two rises; one
-    that never rises has no warm-up, which takes two steps to see.
+    after step ``latest`` in any case. While the learning rate rises gradients change their scale, and the variance with them.
+    The rise is over once more steps have passed since the last rise than ever lay between two; a learning rate that never
+    rises has no warm-up, which takes two steps to see.
 
     Steps are real optimizer steps (an int; skipped ones do not count) or a share of the planned ones (a float; at least one
     step). Planned is what ``trainer.estimated_stepping_batches`` says, with two corrections: a
     GradientAccumulationScheduler's factor of every epoch counts, and under manual optimization ``max_steps``, which counts
-    the steps of all optimizers, is divided by their number. There planned are batches, and of an optimizer that does not step
-    in every one of them the share is taken of the steps that it makes in as many, by what it has made so far.
+    the steps of all optimizers, is divided by their number. An optimizer that does not step in every batch has the share of
+    the steps that it makes in as many batches, by what it has made so far.
 
     Before training the callback says how much less the run will send than dense averaging (about ``1/(w + (1-w)/32)`` for fp32
     gradients with ``w`` the share of dense steps), or that the model is too small to gain. At the switch it says why it comes.
@@ -231,9 +220,9 @@ class VarianceFreezeMixin(WatchingCallback):
             # Frozen before and warming up again: a fallback of DivergenceGuard, which ends it (if it is still there).
             watch.done = watch.done and _guarded(trainer)
             self._watches.append(watch)
-            self._handles += [
-                optimizer.register_step_post_hook(partial(self._after_step, trainer, watch)),
-                optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)),
+            self._undo += [
+                optimizer.register_step_post_hook(partial(self._after_step, trainer, watch)).remove,
+                optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)).remove,
             ]
             if watch.warms_up:
                 rank_zero_info(self._forecast(trainer, watch))
@@ -273,8 +262,9 @@ class VarianceFreezeMixin(WatchingCallback):
         """The program has given the optimizer another state, or none: what comes next follows from its phase."""
         # what was seen last is the step after which it froze
         in_fallback = watch.done and optimizer.steps >= watch.seen and _guarded(trainer)
-        watch.start_over()
-        watch.done = watch.done or in_fallback
+        watch.seen, watch.began, watch.expected = optimizer.steps, None, None
+        watch.learning_rate = LearningRateWatch()
+        watch.done = in_fallback or optimizer.phase is not Phase.WARMUP
 
     def _bounds_by_now(self, trainer: Any, watch: _Watch) -> tuple[int, int]:
         """The bounds, of which shares of the run are shares of the steps that the optimizer makes in it.

@@ -84,7 +84,6 @@ class DivergenceGuardMixin(OnebitCallback):
         self._transport: Transport | None = None
 
     def _start_over(self) -> None:
-        """Nothing is known of what came before: a fit begins."""
         self._batches = 0
         self._compressed = 0  # batches since a step was dense
         self._compressing: dict[int, bool] = {}  # whether each optimizer's last step was compressed
@@ -209,7 +208,7 @@ class DivergenceGuardMixin(OnebitCallback):
         """A row of every rank, on the host."""
         assert self._transport is not None  # on_train_start came first
         device = self._transport.device(pl_module.device)
-        row = torch.tensor([float(number) for number in mine], dtype=torch.float64, device=device)
+        row = torch.tensor(list(map(float, mine)), dtype=torch.float64, device=device)
         self._transport.step = trainer.global_step
         return share_values(self._transport, row, what).cpu()
 
@@ -259,12 +258,11 @@ class DivergenceGuardMixin(OnebitCallback):
     def _end_fallbacks(self, trainer: Any) -> None:
         if not self._refreeze_at:
             return
-        optimizers = named_optimizers(self, trainer)
-        for index, step in list(self._refreeze_at.items()):
-            name, optimizer = optimizers[index] if index < len(optimizers) else ("", None)
-            if optimizer is None or optimizer.steps >= step:
-                del self._refreeze_at[index]
-            if optimizer is not None and optimizer.steps >= step and optimizer.phase is Phase.WARMUP:
+        for index, (name, optimizer) in enumerate(named_optimizers(self, trainer)):
+            if optimizer.steps < self._refreeze_at.get(index, math.inf):
+                continue
+            del self._refreeze_at[index]
+            if optimizer.phase is Phase.WARMUP:
                 optimizer.freeze()
                 text = f"DivergenceGuard: {name} freezes its refreshed variance; the next step is compressed."
                 rank_zero_info(below_bar(trainer, text))

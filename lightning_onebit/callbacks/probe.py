@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_warn
@@ -106,19 +106,7 @@ def _elements(optimizer: OnebitOptimizer) -> int:
     return sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
 
 
-def _probed(optimizer: OnebitOptimizer) -> dict[str, Any]:
-    """How a probe has to be made to cost what this optimizer's steps cost."""
-    # (groups, waits and when buckets leave are the probe's own)
-    own = replace(optimizer.exchange, bucket_mb=optimizer.bucket_mb, process_group=None, overlap="step")
-    return {
-        "algorithm": optimizer.algorithm,
-        "ranks_per_node": optimizer.topology.ranks_per_node,
-        "exchange": own,
-    }
-
-
-@dataclass(frozen=True)
-class _Clock:
+class _Clock(NamedTuple):
     """A moment within the dense warm-up: seconds since some start, of which so many this rank has waited for others."""
 
     steps: int
@@ -177,13 +165,19 @@ class LinkProbeMixin(OnebitCallback):
         if trainer.world_size == 1:
             rank_zero_info("LinkProbe: one process exchanges nothing, so there is no link to measure.")
             return
-        size = max(16, int(self.sample_mb * 1e6 / 4))
-        options = {
-            "device": optimizers[0].param_groups[0]["params"][0].device,
-            "timeout": trainer.strategy.timeout.total_seconds(),
-            **_probed(max(optimizers, key=_elements)),
-        }
-        small, large = (measure_link(elements, **options) for elements in (size // 16, size))
+        size, largest = max(16, int(self.sample_mb * 1e6 / 4)), max(optimizers, key=_elements)
+        small, large = (
+            measure_link(
+                elements,
+                device=optimizers[0].param_groups[0]["params"][0].device,
+                timeout=trainer.strategy.timeout.total_seconds(),
+                algorithm=largest.algorithm,
+                ranks_per_node=largest.topology.ranks_per_node,
+                # groups and when buckets leave are the probe's own
+                exchange=replace(largest.exchange, bucket_mb=largest.bucket_mb, process_group=None, overlap="step"),
+            )
+            for elements in (size // 16, size)
+        )
         self.report = LinkReport.extrapolate(sum(map(_elements, optimizers)), trainer.world_size, small, large)
         rank_zero_info(f"LinkProbe: {self.report}.")
         if not self.report.pays:
@@ -200,8 +194,7 @@ class LinkProbeMixin(OnebitCallback):
             return
         ledgers: list[ByteLedger] = [optimizer.ledger for optimizer in trainer.strategy.onebit_optimizers]
         if any(ledger.last is not None and not ledger.last.dense for ledger in ledgers):
-            # Compression has begun: what would have to be watched is over.
-            self._watch_from = None
+            self._watch_from = None  # compression has begun
             return
         now = _Clock(ledgers[0].steps, time.perf_counter(), sum(item.total.communication_seconds for item in ledgers))
         if self._began is None:

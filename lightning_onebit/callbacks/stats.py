@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class _Watch:
     optimizer: Any
     began: StepRecord  # the ledger's totals when this fit began
     began_steps: int
-    fresh: StepRecord | None = None  # of a step that has not been logged
+    logged: StepRecord | None  # of the last step that has been logged, or was made before this fit
     residual_at: int | None = None
     residuals: list[float] = field(default_factory=list)
     found: dict[str, float] = field(default_factory=dict)
@@ -151,7 +150,6 @@ class CompressionStatsMixin(WatchingCallback):
         self.trust_ratios_per_layer = trust_ratios_per_layer
         self.progress_bar = progress_bar
         self.summary = summary
-        self._restore_bar: Callable[[], None] | None = None
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Refuses a fit without compressed optimizers, and trust ratios where no optimizer has any."""
@@ -170,9 +168,7 @@ class CompressionStatsMixin(WatchingCallback):
         optimizers = named_optimizers(self, trainer)
         for index, (name, optimizer) in enumerate(optimizers):
             suffix, ledger = f"/{index}" if len(optimizers) > 1 else "", optimizer.ledger
-            watch = _Watch(name, suffix, optimizer, began=replace(ledger.total), began_steps=ledger.steps)
-            self._handles.append(optimizer.register_step_post_hook(partial(self._after_step, watch)))
-            self._watches.append(watch)
+            self._watches.append(_Watch(name, suffix, optimizer, replace(ledger.total), ledger.steps, ledger.last))
         if self.progress_bar and trainer.progress_bar_callback is not None:
             self._add_to_bar(trainer.progress_bar_callback)
 
@@ -194,9 +190,9 @@ class CompressionStatsMixin(WatchingCallback):
             return
         values: dict[str, float] = {}
         for watch in self._watches:
-            if watch.fresh is not None:
-                values |= {name + watch.suffix: value for name, value in self._values(watch, watch.fresh).items()}
-                watch.fresh = None
+            if (record := watch.optimizer.ledger.last) is not watch.logged:
+                values |= {name + watch.suffix: value for name, value in self._values(watch, record).items()}
+                watch.logged = record
         if values:
             pl_module.log_dict(values, on_step=True, on_epoch=False, batch_size=1)
 
@@ -207,17 +203,6 @@ class CompressionStatsMixin(WatchingCallback):
             text = "\n".join([*_table(self._watches), *(watch.note(ranks) for watch in self._watches)])
             rank_zero_info(below_bar(trainer, text))
         self._release()
-
-    def _release(self) -> None:
-        super()._release()
-        if self._restore_bar is not None:
-            self._restore_bar()
-            self._restore_bar = None
-
-    # ----- each step --------------------------------------------------------------------------------------------------
-
-    def _after_step(self, watch: _Watch, optimizer: Any, args: Any, kwargs: Any) -> None:
-        watch.fresh = optimizer.ledger.last
 
     def _values(self, watch: _Watch, record: StepRecord) -> dict[str, float]:
         optimizer, total = watch.optimizer, watch.optimizer.ledger.total
@@ -245,8 +230,6 @@ class CompressionStatsMixin(WatchingCallback):
             values |= {f"/{name}": value for name, value in ratios.items()}
         return {f"onebit/trust_ratio{name}": value for name, value in values.items()}
 
-    # ----- progress bar -----------------------------------------------------------------------------------------------
-
     def _add_to_bar(self, bar: Any) -> None:
         # A logged metric can only be a number in the bar; `get_metrics` is where Lightning lets items be added.
         own, get_metrics = vars(bar).get("get_metrics"), bar.get_metrics
@@ -261,7 +244,7 @@ class CompressionStatsMixin(WatchingCallback):
                 bar.get_metrics = own
 
         bar.get_metrics = with_volume
-        self._restore_bar = restore
+        self._undo.append(restore)
 
     def _bar_item(self) -> str:
         totals = [watch.optimizer.ledger.total for watch in self._watches]

@@ -81,11 +81,6 @@ class Bucket:
         return owner.to(self.device)
 
     @cached_property
-    def members(self) -> tuple[int, ...]:
-        """Parameters with elements in this bucket, in the order of their blocks."""
-        return tuple(dict.fromkeys(span.param for span in self.spans))
-
-    @cached_property
     def params(self) -> frozenset[int]:
         """Parameters with elements in this bucket."""
         return frozenset(span.param for span in self.spans)
@@ -104,10 +99,9 @@ class Bucket:
         views: list[Tensor | None] = []
         for span in self.spans:
             tensor = tensor_of(span.param)
-            if tensor is None or tensor.numel() == span.numel:
-                views.append(tensor)
-            else:
-                views.append(tensor[span.start : span.start + span.numel])
+            if tensor is not None and tensor.numel() != span.numel:
+                tensor = tensor[span.start : span.start + span.numel]
+            views.append(tensor)
         return views
 
 

@@ -72,11 +72,11 @@ def control_round(
     bits = np.packbits(np.array(present, dtype=bool), bitorder="little")
     payload = _HEADER.pack(sum_squares, digest << 1 | (non_finite > 0)) + bits.tobytes()
     rows = _gather_rows(transport, payload, device, "control round (norm, non-finite flags, presence of gradients)")
-    total, bad = 0.0, False
     heads = list(_HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()))
-    for squares, flags in heads:
+    total = 0.0
+    for squares, _ in heads:  # sum() adds floats otherwise since Python 3.12
         total += squares
-        bad |= bool(flags & 1)
+    bad = any(flags & 1 for _, flags in heads)
     merged = np.bitwise_or.reduce(rows[:, _HEADER.size :], axis=0)
     anywhere = np.unpackbits(merged, count=len(present), bitorder="little").astype(bool)
     alike = len(heads) > 1 and len({squares for squares, _ in heads}) == 1 and total > 0
@@ -120,12 +120,12 @@ def handshake(transport: Transport, description: Sequence[str], device: torch.de
     text = json.dumps(list(description)).encode()
     digest = hashlib.sha256(text).digest()
     # hash and length travel together, so that the texts can follow in one more round without asking again
-    rows = _gather_bytes(transport, digest + struct.pack("<Q", len(text)), device, f"handshake ({subject})")
-    if len(set(rows)) == 1:
+    rows = _gather_rows(transport, digest + struct.pack("<Q", len(text)), device, f"handshake ({subject})")
+    if (rows == rows[0]).all():
         return digest.hex()
-    longest = max(struct.unpack("<Q", row[32:])[0] for row in rows)
-    texts = _gather_bytes(transport, text.ljust(longest), device, f"handshake ({subject}, texts)")
-    lists = [json.loads(t) for t in texts]
+    longest = max(struct.unpack("<Q", row[32:].tobytes())[0] for row in rows)
+    texts = _gather_rows(transport, text.ljust(longest), device, f"handshake ({subject}, texts)")
+    lists = [json.loads(t.tobytes()) for t in texts]
     for rank, other in enumerate(lists):
         if other != lists[0]:
             raise PlanMismatch(_first_difference(subject, lists[0], rank, other))
@@ -149,12 +149,5 @@ def _first_difference(subject: str, mine: list[str], rank: int, other: list[str]
 
 def _gather_rows(transport: Transport, payload: bytes, device: torch.device, what: str) -> np.ndarray:
     """Every rank's payload, of one length everywhere: uint8 ``(ranks, len(payload))``."""
-    device = transport.device(device)
-    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8).to(device)
-    out = torch.empty((transport.size, len(payload)), dtype=torch.uint8, device=device)
-    transport.all_gather(out, mine, transport.topology.group, what=what, link=None).wait()
-    return out.cpu().numpy()
-
-
-def _gather_bytes(transport: Transport, payload: bytes, device: torch.device, what: str) -> list[bytes]:
-    return [row.tobytes() for row in _gather_rows(transport, payload, device, what)]
+    mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
+    return share_values(transport, mine.to(transport.device(device)), what).cpu().numpy()

@@ -2,7 +2,7 @@
 
 Two collectives per bucket (four when hierarchical), pipelined: bucket k+1 is encoded and sent, then
 bucket k reduced and sent on, then bucket k-1 finished. Collectives are asynchronous and issued in the same order on all
-ranks. What is sent is the codec's business.
+ranks. The codec decides what is sent.
 """
 
 from __future__ import annotations
@@ -75,44 +75,29 @@ class Exchange:
     def _stages(self, bucket: Bucket, codec: Codec) -> Generator[Pending, None, None]:
         transport, topology = self.transport, self.transport.topology
         ledger, where = transport.ledger, f"bucket {bucket.index}"
-        shard = None
-        local = None
+        inter, intra, shard, local = topology.inter_group, topology.intra_group, None, None
         if topology.hierarchical:
             with ledger.compressing("pack"):
                 local = codec.local(bucket)
         if local is not None:
             local = local.view(topology.ranks_per_node, -1)
             parts = torch.empty_like(local)
-            yield transport.all_to_all(
-                parts, local, topology.intra_group, what=f"node round (reduce-scatter) of {where}", link="intra"
-            )
+            what = f"node round (reduce-scatter) of {where}"
+            yield transport.all_to_all(parts, local, intra, what=what, link="intra")
             with ledger.compressing("pack"):
                 shard = mean_in_order(parts)
         with ledger.compressing("pack"):
             sent = codec.encode(bucket, shard)
         received = torch.empty_like(sent)
-        yield transport.all_to_all(
-            received, sent, topology.inter_group, what=f"round 1 (all-to-all) of {where}", link="inter"
-        )
+        yield transport.all_to_all(received, sent, inter, what=f"round 1 (all-to-all) of {where}", link="inter")
         with ledger.compressing("reduce"):
             reply = codec.reduce(bucket, received)
         gathered = codec.reply_buffer(bucket)
-        if not topology.hierarchical:
-            yield transport.all_gather(
-                gathered, reply, topology.inter_group, what=f"round 2 (all-gather) of {where}", link="inter"
-            )
-        else:
-            rows = torch.empty((topology.nodes, reply.numel()), dtype=reply.dtype, device=reply.device)
-            yield transport.all_gather(
-                rows, reply, topology.inter_group, what=f"round 2 (all-gather) of {where}", link="inter"
-            )
-            yield transport.all_gather(
-                gathered.view(topology.ranks_per_node, -1),
-                rows,
-                topology.intra_group,
-                what=f"node round (all-gather) of {where}",
-                link="intra",
-            )
+        rows = reply.new_empty((topology.nodes, reply.numel())) if topology.hierarchical else gathered
+        yield transport.all_gather(rows, reply, inter, what=f"round 2 (all-gather) of {where}", link="inter")
+        if topology.hierarchical:
+            by_number, what = gathered.view(topology.ranks_per_node, -1), f"node round (all-gather) of {where}"
+            yield transport.all_gather(by_number, rows, intra, what=what, link="intra")
         with ledger.compressing("apply"):
             codec.finish(bucket, gathered)
 
@@ -128,9 +113,9 @@ def mean_in_order(parts: Tensor) -> Tensor:
 class ExchangeSession:
     """An exchange under way.
 
-    Every launch is a tick: the new bucket is encoded and sent, then every older one moves a stage on, those with the longest way
-    to go first. A bucket whose last collective has been issued is let lie: nobody else waits for it. The order depends on the
-    sequence of launches alone, so ranks that launch alike issue the same sequence of collectives.
+    Every launch encodes and sends the new bucket, then moves every older one a stage on, those with most stages left first. A
+    bucket whose last collective has been issued waits, for no other rank depends on it. The order depends on the sequence of
+    launches alone, so ranks that launch alike issue the same sequence of collectives.
     """
 
     def __init__(self, exchange: Exchange, codec: Codec, slack: int) -> None:
@@ -142,7 +127,7 @@ class ExchangeSession:
         self._arriving: deque[_Flight] = deque()
 
     def launch(self, bucket: Bucket) -> None:
-        """Sends a bucket on its way.
+        """Begins a bucket's exchange.
 
         Raises:
             CollectiveFailure: an older bucket's collective failed or timed out.

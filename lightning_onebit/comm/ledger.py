@@ -123,8 +123,7 @@ class ByteLedger:
         record = self._open
         record.step, record.phase, record.dense, record.skipped = step, phase, dense, int(skipped)
         record.dense_bytes = dense_bytes
-        for name in _SUMMED:
-            setattr(self.total, name, getattr(self.total, name) + getattr(record, name))
+        self._add(record)
         self.total.step, self.total.phase, self.total.dense = step, phase, dense
         self.steps += 1
         if not skipped:
@@ -133,9 +132,12 @@ class ByteLedger:
         self.last, self._open = record, StepRecord()
         return record
 
-    def settle(self) -> None:
+    def close_outside(self) -> None:
         """Adds what was sent outside of a step (0/1 Adam's synchronisation when training ends) to the totals; no step is counted."""
         record, self._open = self._open, StepRecord()
+        self._add(record)
+
+    def _add(self, record: StepRecord) -> None:
         for name in _SUMMED:
             setattr(self.total, name, getattr(self.total, name) + getattr(record, name))
 

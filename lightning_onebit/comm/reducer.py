@@ -190,11 +190,6 @@ class Reducer:
         return self._lanes[index] in self._selected
 
     @property
-    def wire_bytes(self) -> int:
-        """Bytes of all gradients in their own dtype (what a dense all-reduce moves once)."""
-        return sum(p.numel() * p.element_size() for p in self.params)
-
-    @property
     def armed(self) -> bool:
         """Whether a backward has been announced whose gradients nobody has asked for yet; alike on all ranks."""
         return self._armed

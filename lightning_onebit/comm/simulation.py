@@ -29,9 +29,17 @@ class SimulatedWork:
         Raises:
             RuntimeError: a rank did not join in time, has failed, or joined with something else.
         """
-        world = self._group.world
+        world, meeting = self._group.world, self._meeting
         seconds = world.timeout if timeout is None else min(world.timeout, timeout.total_seconds())
-        world.wait_for(self._meeting, seconds, self._group.ranks)
+        meeting.over.wait(seconds)
+        if not meeting.done:
+            missing = [rank for member, rank in enumerate(self._group.ranks) if member not in meeting.arrived]
+            if world.failed:
+                rank, error = next(iter(world.failed.items()))
+                raise RuntimeError(f"simulated rank {rank} has failed: {error}")
+            raise RuntimeError(f"timed out after {seconds:g} s: simulated ranks {missing} never joined")
+        if meeting.error is not None:
+            raise RuntimeError(meeting.error)
         return True
 
 
@@ -78,19 +86,11 @@ class SimulatedGroup:
         if self.rank not in ranks:
             raise ValueError(f"ranks={list(ranks)} does not contain this rank ({self.rank}); only members make a group")
         members = tuple(self.ranks[r] for r in ranks)
-        return self.world.group_of(members, list(ranks).index(self.rank))
-
-    def all_to_all(self, out: Tensor, inp: Tensor) -> SimulatedWork:
-        """Row r of ``inp`` ``(size, ...)`` goes to rank r; row r of ``out`` comes from it."""
-        return self._join("all_to_all", inp, out)
-
-    def all_gather(self, out: Tensor, inp: Tensor) -> SimulatedWork:
-        """Every rank's ``inp`` becomes one row of ``out`` ``(size, ...)``."""
-        return self._join("all_gather", inp, out)
+        return SimulatedGroup(self.world, members, list(ranks).index(self.rank))
 
     def all_reduce(self, tensor: Tensor) -> SimulatedWork:
         """Sums ``tensor`` over the ranks in place, in rank order: ``((t_0 + t_1) + t_2) + ...``."""
-        return self._join("all_reduce", tensor, tensor)
+        return self.join("all_reduce", tensor, tensor)
 
     def barrier(self) -> None:
         """Waits until all ranks are here.
@@ -99,9 +99,10 @@ class SimulatedGroup:
             RuntimeError: a rank did not come within the world's timeout, or has failed.
         """
         token = torch.empty(0)
-        self._join("barrier", token, token).wait()
+        self.join("barrier", token, token).wait()
 
-    def _join(self, kind: str, inp: Tensor, out: Tensor) -> SimulatedWork:
+    def join(self, kind: str, inp: Tensor, out: Tensor) -> SimulatedWork:
+        """Takes part in a collective, ``"all_to_all"``, ``"all_gather"``, ``"all_reduce"`` or ``"barrier"``."""
         number, self._calls = self._calls, self._calls + 1
         return SimulatedWork(self.world.join(self, number, kind, inp, out), self)
 
@@ -145,7 +146,7 @@ class SimulatedWorld:
         self.timeout = float(timeout)
         self._lock = threading.Lock()
         self._meetings: dict[tuple[tuple[int, ...], int], _Meeting] = {}
-        self._failed: dict[int, BaseException] = {}
+        self.failed: dict[int, BaseException] = {}  # what ranks have raised
 
     def run(self, fn: Callable[..., _Result], *args: Any) -> list[_Result]:
         """Runs ``fn(group, *args)`` on every rank and returns the results by rank.
@@ -158,16 +159,16 @@ class SimulatedWorld:
             Exception: what a rank raised (the first rank to raise; the others are then woken and end too).
         """
         self._meetings.clear()
-        self._failed.clear()
+        self.failed.clear()
         results: list[Any] = [None] * self.size
         everyone = tuple(range(self.size))
 
         def rank_main(rank: int) -> None:
             try:
-                results[rank] = fn(self.group_of(everyone, rank), *args)
+                results[rank] = fn(SimulatedGroup(self, everyone, rank), *args)
             except BaseException as error:  # it is raised again below, in the caller's thread
                 with self._lock:
-                    self._failed.setdefault(rank, error)
+                    self.failed.setdefault(rank, error)
                     for meeting in self._meetings.values():
                         meeting.over.set()
 
@@ -177,19 +178,15 @@ class SimulatedWorld:
             thread.start()
         for thread in threads:
             thread.join()
-        if self._failed:
-            rank, error = next(iter(self._failed.items()))
+        if self.failed:
+            rank, error = next(iter(self.failed.items()))
             if hasattr(error, "add_note"):
                 error.add_note(f"raised by rank {rank} of a simulated world of {self.size}")
             raise error
         return results
 
-    def group_of(self, ranks: tuple[int, ...], rank: int) -> SimulatedGroup:
-        """The group of some ranks of this world as its member number ``rank`` holds it."""
-        return SimulatedGroup(self, ranks, rank)
-
     def join(self, group: SimulatedGroup, number: int, kind: str, inp: Tensor, out: Tensor) -> _Meeting:
-        """One rank joins the group's collective number ``number``; whoever comes last carries it out for all."""
+        """One rank joins the group's collective number ``number``; the last one to come carries it out for all."""
         key = (group.ranks, number)
         with self._lock:
             meeting = self._meetings.setdefault(key, _Meeting(kind, group.size))
@@ -200,7 +197,7 @@ class SimulatedWorld:
             last = len(meeting.arrived) == group.size
             if last:
                 del self._meetings[key]
-            elif self._failed:
+            elif self.failed:
                 meeting.over.set()
         if last:
             try:
@@ -211,23 +208,6 @@ class SimulatedWorld:
             meeting.done = True
             meeting.over.set()
         return meeting
-
-    def wait_for(self, meeting: _Meeting, seconds: float, ranks: tuple[int, ...]) -> None:
-        """Blocks until a collective is done.
-
-        Raises:
-            RuntimeError: it was not done in ``seconds``, a rank has failed, or the ranks did different things.
-        """
-        meeting.over.wait(seconds)
-        if not meeting.done:
-            with self._lock:
-                missing = [rank for member, rank in enumerate(ranks) if member not in meeting.arrived]
-            if self._failed:
-                rank, error = next(iter(self._failed.items()))
-                raise RuntimeError(f"simulated rank {rank} has failed: {error}")
-            raise RuntimeError(f"timed out after {seconds:g} s: simulated ranks {missing} never joined")
-        if meeting.error is not None:
-            raise RuntimeError(meeting.error)
 
 
 @torch.no_grad()

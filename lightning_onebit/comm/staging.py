@@ -80,7 +80,7 @@ class CudaStager:
             side = self._streams[tensor.device] = torch.cuda.Stream(tensor.device)
         host = self.host_like(tensor)
         side.wait_stream(torch.cuda.current_stream(tensor.device))
-        # blocking: whoever waits gives the core to the threads of the collectives
+        # blocking: a thread that waits gives the core to the threads of the collectives
         event = torch.cuda.Event(blocking=True)
         with torch.cuda.stream(side):
             host.copy_(tensor, non_blocking=True)

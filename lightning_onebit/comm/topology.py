@@ -119,17 +119,14 @@ class Topology:
         Raises:
             ValueError: ``ranks_per_node`` does not divide the group, or this process is not a member of it.
         """
-        if group is None and distributed_world() > 1:
+        if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
         if group is None:
-            if dist.is_available() and dist.is_initialized():
-                group = dist.group.WORLD
-            else:
-                if ranks_per_node != 1:
-                    raise ValueError(
-                        f"ranks_per_node={ranks_per_node} needs torch.distributed; a single process has 1 rank"
-                    )
-                return cls(None)
+            if ranks_per_node != 1:
+                raise ValueError(
+                    f"ranks_per_node={ranks_per_node} needs torch.distributed; a single process has 1 rank"
+                )
+            return cls(None)
         if isinstance(group, SimulatedGroup):
             rank, size = group.rank, group.size
         else:

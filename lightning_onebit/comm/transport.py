@@ -25,6 +25,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 Work: TypeAlias = "dist.Work | SimulatedWork"
 
+_CALLS: dict[str, Callable[[Tensor, Tensor, dist.ProcessGroup], Work]] = {
+    "all_to_all": lambda out, inp, group: dist.all_to_all_single(
+        out.view(-1), inp.view(-1), group=group, async_op=True
+    ),
+    "all_gather": lambda out, inp, group: _all_gather(out.view(-1), inp.reshape(-1), group=group, async_op=True),
+    "all_reduce": lambda out, _, group: dist.all_reduce(out, group=group, async_op=True),
+}
+
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
@@ -53,7 +61,7 @@ class Pending:
         self._what = what
         self._transport = transport
         self._streams = streams  # whether wait() orders streams (NCCL)
-        self._failed: CollectiveFailure | None = None  # whoever waits again must not take what is there for the result
+        self._failed: CollectiveFailure | None = None  # a second wait must not take what is there for the result
 
     def wait(self) -> None:
         """Blocks until the collective is done.
@@ -154,11 +162,6 @@ class Transport:
         """Number of ranks."""
         return self.topology.size
 
-    @property
-    def connected(self) -> bool:
-        """Whether there is a process group (a single process has none and copies instead)."""
-        return self.topology.group is not None
-
     def failure(self, what: str, error: Exception, seconds: float) -> CollectiveFailure:
         """Turns a backend's error into one that says who waited for what."""
         text = str(error)
@@ -185,15 +188,7 @@ class Transport:
         """
         ranks = inp.shape[0]
         self.ledger.sent(peer_bytes(ranks, inp.numel() // ranks * inp.element_size()), link=link)
-        if group is None:
-            out.copy_(inp)
-            return Pending(None, what, self)
-        if isinstance(group, SimulatedGroup):
-            return Pending(group.all_to_all(out, inp), what, self)
-        return self._begin(
-            *(what, group, out, inp),
-            lambda out, inp: dist.all_to_all_single(out.view(-1), inp.view(-1), group=group, async_op=True),
-        )
+        return self._begin("all_to_all", what, group, out, inp)
 
     def all_gather(self, out: Tensor, inp: Tensor, group: Group | None, *, what: str, link: str | None) -> Pending:
         """Every rank's ``inp`` arrives as one row of ``out`` on all ranks. Asynchronous. ``link=None`` counts as control."""
@@ -203,43 +198,29 @@ class Transport:
             self.ledger.controlled(nbytes)
         else:
             self.ledger.sent(nbytes, link=link)
-        if group is None:
-            out.copy_(inp.view(out.shape))
-            return Pending(None, what, self)
-        if isinstance(group, SimulatedGroup):
-            return Pending(group.all_gather(out, inp), what, self)
-        return self._begin(
-            *(what, group, out, inp),
-            lambda out, inp: _all_gather(out.view(-1), inp.reshape(-1), group=group, async_op=True),
-        )
+        return self._begin("all_gather", what, group, out, inp)
 
     def all_reduce(self, tensor: Tensor, *, what: str) -> Pending:
         """Sums ``tensor`` over all ranks in place. Asynchronous. Counted as a ring: ``2 (n-1)/n`` of its bytes."""
         self.ledger.sent(ring_bytes(self.size, tensor.numel() * tensor.element_size()), link="inter")
-        group = self.topology.group
+        return self._begin("all_reduce", what, self.topology.group, tensor, tensor)
+
+    def _begin(self, kind: str, what: str, group: Group | None, out: Tensor, inp: Tensor) -> Pending:
+        """Issues a collective, or stages it where the group's backend cannot reach the device's memory."""
         if group is None:
+            out.copy_(inp.view(out.shape))
             return Pending(None, what, self)
         if isinstance(group, SimulatedGroup):
-            return Pending(group.all_reduce(tensor), what, self)
-        return self._begin(what, group, tensor, tensor, lambda out, _: dist.all_reduce(out, group=group, async_op=True))
-
-    def _begin(
-        self,
-        what: str,
-        group: dist.ProcessGroup,
-        out: Tensor,
-        inp: Tensor,
-        call: Callable[[Tensor, Tensor], Work],
-    ) -> Pending:
-        """Issues ``call(out, inp)``, or stages it where the group's backend cannot reach the device's memory."""
+            return Pending(group.join(kind, inp, out), what, self)
+        call = _CALLS[kind]
         streams = _backend(group, inp.device.type) == "nccl"
         if streams or not self.stager.handles(inp):
             # ranks issue in the same order, whatever they have staged
             self.issue_staged(block=True)
-            return Pending(self._issue(what, lambda: call(out, inp)), what, self, streams)
+            return Pending(self._issue(what, lambda: call(out, inp, group)), what, self, streams)
         copy = self.stager.to_host(inp)
         result = copy.host if out is inp else self.stager.host_like(out)
-        staged = _Staged(self, what, copy, result, out, lambda: call(result, copy.host))
+        staged = _Staged(self, what, copy, result, out, lambda: call(result, copy.host, group))
         self._staged.append(staged)
         self.issue_staged(block=False)
         return staged
@@ -257,6 +238,5 @@ class Transport:
 
     def device(self, preferred: torch.device) -> torch.device:
         """Device that small control tensors must live on."""
-        if self.connected and _backend(self.topology.group, "cpu") in (None, "nccl"):
-            return preferred
-        return torch.device("cpu")
+        group = self.topology.group
+        return preferred if group is not None and _backend(group, "cpu") in (None, "nccl") else torch.device("cpu")

@@ -300,7 +300,7 @@ class Engine:
             self.running.verdict = None
         with self.changing("synchronise()"):
             self.rule.synchronise(self.new_step())
-            self.link.ledger.settle()
+            self.link.ledger.close_outside()
 
     # ----- phases -----------------------------------------------------------------------------------------------------
 

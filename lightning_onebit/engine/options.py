@@ -6,6 +6,7 @@ import difflib
 import functools
 import inspect
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
@@ -259,13 +260,33 @@ def as_parameters(options: type[Options]) -> list[inspect.Parameter]:
     ]
 
 
+def described(options: type) -> dict[str, str]:
+    """What the docstrings of a dataclass and its bases say of each field; "see" another class is no text of its own."""
+    found = {}
+    for cls in reversed(options.__mro__):
+        section = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[2]
+        for name, text in re.findall(
+            r"^    (\w+): (.+(?:\n     .+)*)", re.split(r"\n(?=\S)", section)[0], re.MULTILINE
+        ):
+            if not text.startswith("see ``"):
+                found[name] = " ".join(text.split())
+    return found
+
+
+def arguments_text(texts: Mapping[str, str]) -> str:
+    """A docstring in which command lines find the help of keyword arguments."""
+    return "\n".join(
+        ["Options are keyword arguments.\n", "Args:", *(f"    {name}: {text}" for name, text in texts.items())]
+    )
+
+
 _Made = TypeVar("_Made", bound=type)
 
 
 def takes(options: type[Options]) -> Callable[[_Made], _Made]:
     """Makes the fields of a dataclass keyword arguments of an optimizer's constructor, which takes them as ``**options``.
 
-    ``help()``, ``inspect.signature()`` and command lines see them with their types and defaults.
+    ``help()``, ``inspect.signature()`` and command lines see them with their types, defaults and descriptions.
     """
 
     def decorate(cls: _Made) -> _Made:
@@ -277,6 +298,7 @@ def takes(options: type[Options]) -> Callable[[_Made], _Made]:
         parameters = inspect.signature(written).parameters.values()
         own = [p.replace(annotation=kinds.get(p.name, p.annotation)) for p in parameters if p.kind is not p.VAR_KEYWORD]
         init.__signature__ = inspect.Signature([*own[:-1], *as_parameters(options), own[-1]])
+        init.__doc__ = arguments_text(described(options))
         cls.options_class = options  # type: ignore[attr-defined]
         return cls
 

@@ -12,7 +12,7 @@ import torch
 
 from lightning_onebit.algorithms import BinSGDM, OnebitAdam, OnebitLamb, OnebitSGD, ZeroOneAdam
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
-from lightning_onebit.engine.options import as_parameters
+from lightning_onebit.engine.options import as_parameters, described
 
 #: suffix of a strategy name -> start method, as Lightning names its own strategies
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
@@ -161,6 +161,17 @@ def option_parameters() -> dict[str, inspect.Parameter]:
             kinds[parameter.name] = parameter.annotation | kinds.get(parameter.name)
     by_keyword = inspect.Parameter.KEYWORD_ONLY
     return {name: inspect.Parameter(name, by_keyword, default=None, annotation=kind) for name, kind in kinds.items()}
+
+
+def option_texts() -> dict[str, str]:
+    """What each of these options is, in the words of the algorithms that have it, which are named."""
+    owners: dict[str, dict[str, list[str]]] = {}
+    for algorithm in ALGORITHMS.values():
+        for name, text in described(algorithm.optimizer.options_class).items():
+            owners.setdefault(name, {}).setdefault(text, []).append(algorithm.name)
+    return {
+        name: " ".join(f"{', '.join(names)}: {text}" for text, names in texts.items()) for name, texts in owners.items()
+    }
 
 
 def algorithm_names() -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from lightning_onebit._choices import AlgorithmName, OtherOptimizers, StartMetho
 from lightning_onebit._names import shown_as
 from lightning_onebit.comm import DEFAULT_TIMEOUT, Transport
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
+from lightning_onebit.engine.options import arguments_text
 from lightning_onebit.engine.whole import signals_held
 from lightning_onebit.strategy import checks
 from lightning_onebit.strategy.adapter import Adapter
@@ -43,6 +44,7 @@ from lightning_onebit.strategy.registry import (
     algorithm_names,
     find_algorithm,
     option_parameters,
+    option_texts,
     when_algorithms_change,
 )
 from lightning_onebit.strategy.shards import own_storage
@@ -544,6 +546,10 @@ def _show_options() -> None:
     by_keyword = inspect.Parameter.KEYWORD_ONLY
     ddp = [inspect.Parameter(name, by_keyword, default=None, annotation=Any) for name in DDP_KEYWORDS]
     init.__signature__ = inspect.Signature([*own[:-1], *option_parameters().values(), *ddp])
+    keywords = dict.fromkeys(
+        DDP_KEYWORDS, "of DistributedDataParallel: not needed, or refused with what to write instead."
+    )
+    init.__doc__ = arguments_text({**option_texts(), **keywords})
 
 
 _show_options()

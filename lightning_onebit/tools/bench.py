@@ -27,7 +27,7 @@ import torch.distributed as dist
 from lightning_onebit._text import fill, format_figure, format_table
 from lightning_onebit.comm import disconnect, torn_down_last
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
-from lightning_onebit.engine.options import LONGEST_WAIT, check_integer, check_number
+from lightning_onebit.engine.options import LONGEST_WAIT, check_integer, check_number, described
 from lightning_onebit.kernels import BACKENDS
 from lightning_onebit.strategy.registry import ALGORITHMS, find_algorithm
 from lightning_onebit.tools.console import Outcome
@@ -259,15 +259,16 @@ _OPTIONS = ("repeats", "ranks_per_node", "timeout", "algorithm")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of the command."""
     add = parser.add_argument
-    add("--sizes", type=int, nargs="+", default=list(DEFAULT_SIZES), help="elements")
-    add("--repeats", type=int, default=5)
+    options = described(ExchangeOptions)
+    add("--sizes", type=int, nargs="+", default=list(DEFAULT_SIZES), help="elements of the gradients")
+    add("--repeats", type=int, default=5, help="measured repetitions, of which the median counts (%(default)s)")
     add("--backend", choices=("gloo", "nccl"), help="default: nccl where CUDA is available, else gloo")
     add("--ranks-per-node", type=int, default=1, help="more than 1 measures the hierarchical exchange")
     add("--timeout", type=float, default=300.0, help="seconds that a rank waits for the others")
     said = f"whose steps to measure: {', '.join(ALGORITHMS)} (%(default)s)"
     add("--algorithm", choices=tuple(ALGORITHMS), default="onebit_adam", metavar="NAME", help=said)
-    add("--kernels", choices=BACKENDS, default="auto")
-    add("--bucket-mb", type=float, help="default: the optimizer's")
+    add("--kernels", choices=BACKENDS, default="auto", help=options["kernels"])
+    add("--bucket-mb", type=float, help=options["bucket_mb"])
 
 
 def _gpu_of(local_rank: int, gpus: int, backend: str) -> torch.device:

@@ -13,6 +13,7 @@ from lightning_onebit import __version__
 from lightning_onebit._choices import Overlap, choices
 from lightning_onebit._text import fill, format_seconds
 from lightning_onebit.algorithms import LocalSteps
+from lightning_onebit.engine.options import ExchangeOptions, described
 from lightning_onebit.strategy.registry import ALGORITHMS, find_algorithm
 from lightning_onebit.tools import bench, doctor
 from lightning_onebit.tools.cluster import LARGEST
@@ -120,8 +121,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add("--gradient-bytes", type=int, choices=(2, 4), default=Job.gradient_bytes, help=said)
     said = "share of compute behind which dense averaging hides (%(default)s)"
     add("--hidden", type=_number(0, 1), default=Job.hidden, help=said)
-    add("--overlap", choices=choices(Overlap), default=Job.overlap, help="option of the optimizer")
-    add("--bucket-mb", type=_number(0, above=True), default=Job.bucket_mb, help="option of the optimizer")
+    options = described(ExchangeOptions)
+    add("--overlap", choices=choices(Overlap), default=Job.overlap, help=options["overlap"])
+    add("--bucket-mb", type=_number(0, above=True), default=Job.bucket_mb, help=options["bucket_mb"])
     add(
         "--local-steps",
         type=_local_steps,

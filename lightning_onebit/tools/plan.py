@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 from lightning_onebit._text import fill, format_bits, format_figure, format_millions, format_seconds, format_table
@@ -215,18 +215,17 @@ def plan(cluster: Cluster, job: Job, algorithms: Iterable[str] | str = "all") ->
 def _check_effect(job: Job, names: Sequence[str]) -> None:
     """Raises ``ValueError`` where an option of optimizers is given that none of the algorithms has."""
     for field in fields(Job):
-        has = _overlaps if field.name == "overlap" else partial(_has, field.name)
-        owners = [algorithm.name for algorithm in ALGORITHMS.values() if has(algorithm)]
+        owners = [
+            a.name
+            for a in ALGORITHMS.values()
+            if (_overlaps(a) if field.name == "overlap" else field.name in a.options)
+        ]
         value = getattr(job, field.name)
         if owners and value != field.default and not set(owners) & set(names):
             raise ValueError(
                 f"{field.name}={value!r} has no effect on {', '.join(map(repr, names))}: {' and '.join(map(repr, owners))} "
                 f"{'has' if len(owners) == 1 else 'have'} it; leave it out or name another algorithm"
             )
-
-
-def _has(option: str, algorithm: Algorithm) -> bool:
-    return option in algorithm.options
 
 
 def _overlaps(algorithm: Algorithm) -> bool:
