@@ -98,14 +98,18 @@ def test_wheel_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path) ->
     # dependencies: those of this environment, as paths, so that their own .pth files (an editable install of this package) do not count
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     clean = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "LIGHTNING_ONEBIT_CACHE": str(tmp_path / "cache")}
+    if compiler := shutil.which("c++"):
+        # without optimisation, in a fifth of the time
+        (tmp_path / "c++").write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
+        (tmp_path / "c++").chmod(0o755)
+        clean["CXX"] = str(tmp_path / "c++")
     script = tmp_path / "fresh" / "bin" / "lightning-onebit"
-    assert "doctor" in run([str(script), "--help"], tmp_path, **clean)
     facts = json.loads(run([str(script), "doctor", "--json"], tmp_path, **clean))
     installed = Path(facts["location"])
     assert installed == site / "lightning_onebit"
     assert list(installed.rglob("*.cpp")) and list(installed.rglob("*.cu"))
     assert facts["problems"] == [] and facts["self_tests"]["cpu"]["passed"]
-    if shutil.which("c++"):
+    if compiler:
         assert facts["kernels"]["cpu"]["backend"] == "cpu", "compiled from the installed sources"
 
 
