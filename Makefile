@@ -17,9 +17,9 @@ STAMP := $(VENV)/.installed
 
 # A second environment: Python 3.10 or 3.11, with several GB of CUDA libraries, because torch came with them then.
 OLDEST       ?= .venv-oldest
-OLDEST_TESTS := $(addprefix tests/test_,$(addsuffix .py,optim_adam optim_all optim_lamb optim_zero_one optim_binsgdm exchange \
+OLDEST_TESTS := $(foreach name,optim_adam optim_all optim_lamb optim_zero_one optim_binsgdm exchange \
                 resume strategy lightning_training lightning_checkpoint late_gradients what_programs_write ddp ddp_habits \
-                all_or_nothing saving_whole compact))
+                all_or_nothing saving_whole compact,$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
 
 .PHONY: demo test lint docs install clean
 .DEFAULT_GOAL := help

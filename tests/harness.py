@@ -113,7 +113,8 @@ def _start_server() -> str:
     script.write_text(f'#!/bin/sh\nexec {command} "$@"\n')
     script.chmod(0o755)
     before = {name: os.environ.get(name) for name in ("PYTHONPATH", quick_start.ADDRESS)}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(client.parent), *filter(None, [before["PYTHONPATH"]])])
+    ours = [str(client.parent), *(path for path in sys.path if Path(path).parent == client.parent)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([*ours, *filter(None, [before["PYTHONPATH"]])])
     os.environ[quick_start.ADDRESS] = str(address)
     try:
         mp.get_context("forkserver").set_forkserver_preload([*_PRELOAD, *_PRELOAD_LAST])
