@@ -13,6 +13,7 @@ import gc
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import struct
@@ -92,6 +93,7 @@ def _serve(listener: socket.socket, parent: int) -> None:
                 listener.close()
                 return _handle(client)
             client.close()
+    shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
     os._exit(0)
 
 
