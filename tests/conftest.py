@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import settings
+
+# Every rank imports its test module, and every program the package: from byte code, which takes a fraction of the time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Workers and tests share few cores, and thread pools of OpenMP do not survive a fork.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

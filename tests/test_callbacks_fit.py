@@ -7,7 +7,6 @@ import importlib
 import os
 import re
 import subprocess
-import sys
 import textwrap
 import traceback
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_trainer import documented_metrics
-from harness import grouped, run_ranks
+from harness import grouped, python, run_ranks
 from lightning_support import resumes_within_epochs
 
 TREES = ["lightning.pytorch", "pytorch_lightning"]
@@ -479,7 +478,7 @@ def test_misuse_is_refused_before_training(fits: list[dict[str, Any]], case: str
 
 def _python(code: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
+        [python(), "-c", textwrap.dedent(code)], capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import python
 
 import lightning_onebit as ob
 from lightning_onebit.kernels import KernelsUnavailable
@@ -198,7 +199,7 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(arguments: list[str], env
     root = str(Path(__file__).parents[1])
     base = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     done = subprocess.run(
-        [sys.executable, "-m", "lightning_onebit", *arguments],
+        [python(), "-m", "lightning_onebit", *arguments],
         stdout=write,
         stderr=subprocess.PIPE,
         text=True,
@@ -212,7 +213,7 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(arguments: list[str], env
 
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["plan", "--bogus"], 2), (PLAN, 0)])
 def test_commands_whose_output_is_closed_from_the_start_say_no_more(arguments: list[str], status: int) -> None:
-    command = f"exec {shlex.join([sys.executable, '-m', 'lightning_onebit', *arguments])} >&-"
+    command = f"exec {shlex.join([python(), '-m', 'lightning_onebit', *arguments])} >&-"
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=100, env=environment)
     assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
@@ -223,7 +224,7 @@ def test_output_that_cannot_be_written_is_an_error() -> None:
     root = str(Path(__file__).parents[1])
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "lightning_onebit", *PLAN],
+            [python(), "-m", "lightning_onebit", *PLAN],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,
@@ -266,7 +267,7 @@ def test_bench_says_where_nccl_cannot_be_used(
 
 def test_bench_measures_on_real_ranks_and_reports_once(tmp_path: Path) -> None:
     command = [
-        sys.executable,
+        python(),
         "-m",
         "torch.distributed.run",
         "--nproc-per-node",
@@ -351,6 +352,13 @@ def test_break_even_is_where_the_exchange_is_faster_from_then_on(
     assert " - " in bench.table(measured), "on CUDA the host does not see the time in kernels"
 
 
+@pytest.fixture
+def quick_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The self-test's two ranks start at once; test_packaging.py has it start interpreters."""
+    monkeypatch.setattr(sys, "executable", python())
+
+
+@pytest.mark.usefixtures("quick_ranks")
 def test_doctor_finds_this_installation_in_order(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -373,6 +381,7 @@ def test_doctor_says_why_slower_kernels_run(
     assert "reference   plain torch, slower with the same bits: no C++ compiler" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_self_test_that_fails_is_a_problem_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -382,6 +391,7 @@ def test_a_self_test_that_fails_is_a_problem_with_its_reason(
     assert "FAILED" in out and "no-such-interface" in out and "Problems" in out
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_different_weights_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer_differently(running: Any, deadline: float) -> None:
         folder = Path(running[0].args[running[0].args.index("lightning_onebit.tools.doctor") + 1])
@@ -393,6 +403,7 @@ def test_different_weights_fail_the_self_test(monkeypatch: pytest.MonkeyPatch) -
     assert not found["passed"] and "different weights" in found["error"]
 
 
+@pytest.mark.usefixtures("quick_ranks")
 def test_a_self_test_that_hangs_ends() -> None:
     found = doctor.self_test(timeout=0.05)
     assert not found["passed"] and "timed out" in found["error"]

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from harness import run_ranks
+from harness import python, run_ranks
 from lightning_support import enter
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -57,7 +57,7 @@ def finished(command: list[str], folder: Path, **environment: str) -> str:
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
     """Runs Python in ``folder``."""
-    return finished([sys.executable, *command], folder, **environment)
+    return finished([python(), *command], folder, **environment)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
@@ -425,11 +425,9 @@ TINY = [*SMALL_MODEL, *SMALL_DATA, "--steps", "4", "--freeze-fraction", "0.5", "
 
 
 def shell(command: list[str], folder: Path, **environment: str) -> str:
-    """Runs a script in the project's root, with this interpreter as ``python``."""
+    """Runs a script in the project's root."""
     (folder / "bin").mkdir(exist_ok=True)
-    python = folder / "bin" / "python"
-    python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-    python.chmod(0o755)
+    (folder / "bin" / "python").symlink_to(python())
     return finished(command, ROOT, PATH=f"{folder / 'bin'}:{os.environ['PATH']}", **environment)
 
 

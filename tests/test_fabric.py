@@ -7,7 +7,6 @@ import importlib
 import os
 import pickle
 import subprocess
-import sys
 import weakref
 from datetime import timedelta
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import counting, run_ranks
+from harness import counting, python, run_ranks
 from lightning_support import differing, enter, same_on_all_ranks
 
 import lightning_onebit as ob
@@ -674,5 +673,5 @@ def test_names_are_registered_whichever_is_imported_first(package: str, package_
         "    assert type(strategy) is OnebitStrategy, type(strategy)\n"
         f"assert {({*FABRICS} - {package}).pop()!r} not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run([python(), "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr[-3000:]

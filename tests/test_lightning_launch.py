@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from harness import python
 
 SCRIPT = Path(__file__).with_name("lightning_script.py")
 
@@ -24,7 +24,7 @@ def launch(out: Path, *arguments: str) -> dict[str, Any]:
     for name in ("LOCAL_RANK", "NODE_RANK", "WORLD_SIZE", "MASTER_PORT", "MASTER_ADDR"):
         environment.pop(name, None)
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), str(out), *arguments],
+        [python(), str(SCRIPT), str(out), *arguments],
         capture_output=True,
         text=True,
         timeout=150,

@@ -72,14 +72,14 @@ def synchronised(state: dict[str, Any]) -> bool:
 
 
 # on these no sign of 64 ranks is decided by rounding
-CROWD_SEEDS = {"onebit_adam": 1, "onebit_lamb": 3, "zero_one_adam": 0}
+CROWD_SEEDS = {"onebit_adam": 1, "zero_one_adam": 0}
 
 
-@pytest.mark.parametrize("algorithm", ADAM_LIKE)
+# 1-bit LAMB exchanges as 1-bit Adam does, and its coefficients come of what all ranks have
+@pytest.mark.parametrize("algorithm", CROWD_SEEDS)
 def test_sixty_four_ranks_follow_the_oracle(algorithm: str) -> None:
-    """Through every phase change and, but for 1-bit LAMB, a refresh: weights after every step, residuals at the end."""
-    options = {} if algorithm == "onebit_lamb" else {"refresh": 6}
-    made = problem(algorithm, options, steps=24, seed=CROWD_SEEDS[algorithm])
+    """Through every phase change and a refresh: weights after every step, residuals at the end."""
+    made = problem(algorithm, {"refresh": 6}, steps=24, seed=CROWD_SEEDS[algorithm])
     seen: list[Any] = []
     # 0/1 Adam's workers have weights of their own
     simulated = made.simulate(
@@ -88,7 +88,7 @@ def test_sixty_four_ranks_follow_the_oracle(algorithm: str) -> None:
     sure(simulated)
     results = run_world(train, 64, made)
     kinds = [record.dense for record in results[0]["records"]]
-    assert any(b and not a for a, b in pairwise(kinds[made.options["freeze_step"] :])) == bool(options), "refreshes"
+    assert any(b and not a for a, b in pairwise(kinds[made.options["freeze_step"] :])), "no refresh"
     for rank, result in enumerate(results):
         for t, (ours, theirs) in enumerate(zip(result["trajectory"], seen, strict=True)):
             for l, x in enumerate(ours):

@@ -98,14 +98,18 @@ def test_wheel_installs_into_a_fresh_environment(wheel: Path, tmp_path: Path) ->
     # dependencies: those of this environment, as paths, so that their own .pth files (an editable install of this package) do not count
     (site / "dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("site-packages")))
     clean = {"PYTHONPATH": "", "OMP_NUM_THREADS": "1", "LIGHTNING_ONEBIT_CACHE": str(tmp_path / "cache")}
+    if compiler := shutil.which("c++"):
+        # without optimisation, in a fifth of the time
+        (tmp_path / "c++").write_text(f'#!/bin/sh\nexec {compiler} "$@" -O0\n')
+        (tmp_path / "c++").chmod(0o755)
+        clean["CXX"] = str(tmp_path / "c++")
     script = tmp_path / "fresh" / "bin" / "lightning-onebit"
-    assert "doctor" in run([str(script), "--help"], tmp_path, **clean)
     facts = json.loads(run([str(script), "doctor", "--json"], tmp_path, **clean))
     installed = Path(facts["location"])
     assert installed == site / "lightning_onebit"
     assert list(installed.rglob("*.cpp")) and list(installed.rglob("*.cu"))
     assert facts["problems"] == [] and facts["self_tests"]["cpu"]["passed"]
-    if shutil.which("c++"):
+    if compiler:
         assert facts["kernels"]["cpu"]["backend"] == "cpu", "compiled from the installed sources"
 
 
@@ -204,12 +208,12 @@ def test_the_oldest_set_is_the_lower_bound_of_every_requirement(wheel: Path) -> 
             f"{requirement}, tested {pinned}"
         )
     makefile = (ROOT / "Makefile").read_text()
-    named = re.search(r"OLDEST_TESTS := .*?,((?:\w+\s|\\\n|\s)+\w+)\)\)", makefile)
+    named = re.search(r"OLDEST_TESTS := .*?,((?:\w+\s|\\\n|\s)+\w+),", makefile)
     assert named, "no list of tests"
     names = named[1].replace("\\", "").split()
     assert {"exchange", "resume", "strategy"} <= set(names)
     for name in names:
-        assert (ROOT / "tests" / f"test_{name}.py").exists(), name
+        assert list((ROOT / "tests").rglob(f"test_{name}.py")), name
 
 
 def test_continuous_integration_runs_the_command_of_the_readme() -> None:
@@ -343,4 +347,5 @@ def test_every_promise_of_reliability_names_tests_that_exist() -> None:
         named = re.findall(r"`(test_\w+\.py)::(test_\w+)`", line)
         assert named, line
         for file, test in named:
-            assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
+            (path,) = (ROOT / "tests").rglob(file)
+            assert f"def {test}(" in path.read_text(), f"{file}::{test}"

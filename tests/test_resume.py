@@ -163,10 +163,14 @@ def resume_rank(
 
 
 @resumes_within_epochs
-@pytest.mark.parametrize("algorithm", list(OPTIONS))
+# one flat and one hierarchical world for each algorithm
 @pytest.mark.parametrize(
-    ("world", "ranks_per_node", "precision"),
-    [(2, None, "32-true"), (3, None, "bf16-mixed"), (4, 2, "32-true")],
+    ("algorithm", "world", "ranks_per_node", "precision"),
+    [
+        ("onebit_adam", 2, None, "32-true"),
+        *((algorithm, 3, None, "bf16-mixed") for algorithm in OPTIONS),
+        *((algorithm, 4, 2, "32-true") for algorithm in OPTIONS),
+    ],
 )
 def test_interrupted_training_goes_on_bit_for_bit(
     algorithm: str, world: int, ranks_per_node: int | None, precision: str, tmp_path: Path

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from harness import python
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
@@ -121,6 +122,6 @@ def test_the_benchmark_measures_steps_cycles_and_the_exchange_against_its_floor(
     [((), "--device cuda: torch sees no CUDA device"), (("--deepspeed-python", "x"), "--deepspeed-python: that peer")],
 )
 def test_the_benchmark_says_where_hosts_cannot_compute_on_a_gpu(options: tuple[str, ...], words: str) -> None:
-    command = [sys.executable, str(BENCHMARKS / "slow_network.py"), "--device", "cuda", *options]
+    command = [python(), str(BENCHMARKS / "slow_network.py"), "--device", "cuda", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 2 and words in done.stderr and "Traceback" not in done.stderr

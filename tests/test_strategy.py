@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import run_ranks
+from harness import python, run_ranks
 from lightning.pytorch.callbacks import Callback
 from lightning_support import (
     TREES,
@@ -85,7 +85,7 @@ from lightning_onebit.{module} import OnebitStrategy
 from {package}.strategies import StrategyRegistry
 assert StrategyRegistry["onebit_adam"]["strategy"] is OnebitStrategy
 """
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+    subprocess.run([python(), "-c", program], check=True, timeout=120)
 
 
 # ----- options ----------------------------------------------------------------------------------------------------------
@@ -335,16 +335,15 @@ class Refuse:
 """
 
 
-def run_python(program: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", REFUSE + program], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
+def run_python(program: str, interpreter: str) -> str:
+    done = subprocess.run([interpreter, "-c", REFUSE + program], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 def test_without_lightning_the_torch_level_works_and_the_strategy_says_what_to_install() -> None:
-    run_python("""
+    run_python(
+        """
 sys.meta_path.insert(0, Refuse("lightning", "pytorch_lightning", "lightning_fabric", "lightning_utilities", "torchmetrics"))
 from lightning_onebit import *
 import lightning_onebit as ob
@@ -363,12 +362,15 @@ try:
     ob.Nothing
 except AttributeError as error:
     assert "Nothing" in str(error)
-""")
+""",
+        sys.executable,
+    )
 
 
 def test_the_tree_that_the_user_has_loaded_decides_although_both_are_installed() -> None:
     # imported after: names are registered when the tree comes, and the other tree is never imported
-    run_python("""
+    run_python(
+        """
 import lightning_onebit as ob
 assert not {"lightning.pytorch", "pytorch_lightning"} & set(sys.modules), "importing the package imported Lightning"
 import pytorch_lightning as pl
@@ -378,15 +380,20 @@ assert issubclass(ob.callbacks.VarianceFreeze, pl.Callback)
 assert "lightning.pytorch" not in sys.modules
 import lightning.pytorch
 assert "onebit_adam" in lightning.pytorch.strategies.StrategyRegistry
-""")
+""",
+        python(),
+    )
     # both loaded before: lightning.pytorch is preferred
-    run_python("""
+    run_python(
+        """
 import pytorch_lightning
 import lightning.pytorch as pl
 import lightning_onebit as ob
 assert "onebit_adam" in pl.strategies.StrategyRegistry and "onebit_adam" in pytorch_lightning.strategies.StrategyRegistry
 assert issubclass(ob.OnebitStrategy, pl.strategies.DDPStrategy)
-""")
+""",
+        python(),
+    )
 
 
 # ----- what is refused when fitting starts ----------------------------------------------------------------------------------
