@@ -19,7 +19,7 @@ STAMP := $(VENV)/.installed
 OLDEST       ?= .venv-oldest
 OLDEST_TESTS := $(foreach name,optim_adam optim_all optim_lamb optim_zero_one optim_binsgdm exchange \
                 resume strategy lightning_training lightning_checkpoint late_gradients what_programs_write ddp ddp_habits \
-                all_or_nothing saving_whole compact,$(wildcard tests/test_$(name).py tests/*/test_$(name).py))
+                all_or_nothing saving_whole compact,$(wildcard tests/*/test_$(name).py))
 
 .PHONY: demo test lint docs install clean
 .DEFAULT_GOAL := help

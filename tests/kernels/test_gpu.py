@@ -34,7 +34,7 @@ from lightning_onebit.kernels.transfer import Download
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEVICE = "cuda"
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from harness import python
 
-SCRIPT = Path(__file__).with_name("lightning_script.py")
+SCRIPT = Path(__file__).parents[1] / "lightning_script.py"
 
 
 def launch(out: Path, *arguments: str) -> dict[str, Any]:

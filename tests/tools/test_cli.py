@@ -196,7 +196,7 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(arguments: list[str], env
             environment = {**environment, "MASTER_PORT": str(free.getsockname()[1])}
     read, write = os.pipe()
     os.close(read)
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     base = {k: v for k, v in os.environ.items() if k != "PYTHONUNBUFFERED"}
     done = subprocess.run(
         [python(), "-m", "lightning_onebit", *arguments],
@@ -214,14 +214,14 @@ def test_a_reader_that_has_gone_ends_a_command_quietly(arguments: list[str], env
 @pytest.mark.parametrize(("arguments", "status"), [(["--help"], 0), (["plan", "--bogus"], 2), (PLAN, 0)])
 def test_commands_whose_output_is_closed_from_the_start_say_no_more(arguments: list[str], status: int) -> None:
     command = f"exec {shlex.join([python(), '-m', 'lightning_onebit', *arguments])} >&-"
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     done = subprocess.run(command, shell=True, stderr=subprocess.PIPE, text=True, timeout=100, env=environment)
     assert done.returncode == status and "Traceback" not in done.stderr, done.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_output_that_cannot_be_written_is_an_error() -> None:
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     with open("/dev/full", "w") as full:
         done = subprocess.run(
             [python(), "-m", "lightning_onebit", *PLAN],
@@ -277,7 +277,7 @@ def test_bench_measures_on_real_ranks_and_reports_once(tmp_path: Path) -> None:
         "bench",
     ]
     command += ["--sizes", "1000", "40000", "--repeats", "2", "--backend", "gloo", "--kernels", "reference", "--json"]
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -14,7 +14,7 @@ import pytest
 import torch
 from harness import python
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
 from _network import SlowNetwork  # noqa: E402

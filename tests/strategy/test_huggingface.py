@@ -310,7 +310,7 @@ def accelerate(rank: int, folder: str) -> dict[str, Any]:
 
 
 def example() -> str:
-    sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+    sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
     import transformers_trainer
 
     printed = io.StringIO()

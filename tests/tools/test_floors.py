@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "lightning_onebit"
+PACKAGE = Path(__file__).parents[2] / "lightning_onebit"
 
 # what a floor may import of this package, besides itself
 BELOW: dict[str, set[str]] = {

@@ -50,11 +50,11 @@ from lightning_onebit.tools.plan import (
     predict,
 )
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import planner_check  # lives in benchmarks/
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NETWORK = Cluster(gpus=64, gpus_per_node=4, bandwidth=4.1e9)
 BERT = Job(params=336_000_000, compute=0.25)
 #: neither latency nor kernels: what remains are bytes over bandwidth

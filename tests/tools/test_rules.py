@@ -13,7 +13,7 @@ import torch
 
 from lightning_onebit.comm import SimulatedWorld
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import rules
 

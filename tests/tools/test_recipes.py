@@ -14,7 +14,7 @@ from lightning.pytorch.strategies import DDPStrategy
 
 from lightning_onebit.lightning import OnebitStrategy
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 
 

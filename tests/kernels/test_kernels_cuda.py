@@ -171,7 +171,7 @@ def test_grad_stats_of_nothing(shims: dict[str, CudaKernels]) -> None:
 @needs_compiler
 def test_no_kernel_touches_memory_outside_its_tensors(shims: dict[str, CudaKernels]) -> None:
     """Every tensor lies against a page whose access kills the process."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, str(root / "tests" / "cuda_shim" / "guarded.py")],
@@ -575,7 +575,7 @@ def test_the_benchmark_runs_where_there_is_no_gpu_to_measure(
 ) -> None:
     """Its program, not its numbers: every part runs and everything is written."""
     pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     gpu_kernels = __import__("gpu_kernels")
     gpu_kernels.main(["--dry-run", "--elements", "100000", "--out", str(tmp_path)])
     report = json.loads((tmp_path / "gpu_kernels.json").read_text())

@@ -16,7 +16,7 @@ from optim_support import CLASSES, NO_WARM_UP
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from data import load_corpus  # lives in examples/
 

@@ -23,7 +23,7 @@ import yaml
 from harness import python, run_ranks
 from lightning_support import enter
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 sys.path.insert(0, str(EXAMPLES))
 

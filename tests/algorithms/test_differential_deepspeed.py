@@ -21,7 +21,7 @@ from optim_support import CLASSES, in_the_oracles_letters
 from lightning_onebit.algorithms import LambCoefficients, LocalSteps
 from lightning_onebit.algorithms.schedules import SyncPolicy, replay_schedule
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 RECORDED = json.loads((DATA / "deepspeed_0_19_6.json").read_text())
 _spec = importlib.util.spec_from_file_location("record_deepspeed", DATA / "record_deepspeed.py")
 assert _spec is not None and _spec.loader is not None

@@ -155,7 +155,7 @@ dist.destroy_process_group()
 @pytest.mark.parametrize("program", [ENDS, FORGOTTEN], ids=["disconnected", "an optimizer keeps the group"])
 def test_the_backends_threads_end_before_python(program: str, tmp_path: Path) -> None:
     # a thread of gloo that gives a tensor back after Python has ended aborts the process
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-c", program.format(store=str(tmp_path / "store"))],
         capture_output=True,

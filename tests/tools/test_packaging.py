@@ -30,7 +30,7 @@ from lightning_onebit.strategy.keywords import DDP_KEYWORDS
 from lightning_onebit.strategy.registry import ALGORITHMS
 from lightning_onebit.strategy.trainer import OnebitMixin
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:

@@ -62,7 +62,7 @@ def test_without_a_profiler_no_range_is_opened(monkeypatch: pytest.MonkeyPatch) 
 
 def test_the_picture_of_a_trace_shows_what_was_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     trace_ranges = __import__("trace_ranges")
     model = [torch.nn.Parameter(torch.ones(300, 7))]
     optimizer = OnebitAdam(model, freeze_step=1, exchange=ExchangeOptions(kernels="reference", _alone=True))

@@ -44,7 +44,7 @@ from lightning_onebit.strategy.keywords import DDP_KEYWORDS
 from lightning_onebit.strategy.ranks import Groups
 from lightning_onebit.strategy.registry import ALGORITHMS, Algorithm, available_strategies, find_algorithm
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 # ----- names ------------------------------------------------------------------------------------------------------------
