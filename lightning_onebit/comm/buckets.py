@@ -130,7 +130,7 @@ class Plan:
     @cached_property
     def block_param(self) -> Tensor:
         """int64 ``(blocks,)``: parameter that owns each block (0 for padding blocks)."""
-        return torch.cat([bucket.block_param for bucket in self.buckets])
+        return torch.cat([torch.zeros(0, dtype=torch.int64), *(bucket.block_param for bucket in self.buckets)])
 
     def view(self, flat: Tensor, param: int, like: Tensor) -> Tensor:
         """Parameter ``param``'s part of a flat tensor, with the shape and strides of ``like``."""

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import inspect
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
+from types import FunctionType
 from typing import Any, TypeVar, get_type_hints
 
 import torch.distributed as dist
@@ -291,11 +291,10 @@ def takes(options: type[Options]) -> Callable[[_Made], _Made]:
 
     def decorate(cls: _Made) -> _Made:
         if "__init__" not in vars(cls):
-            cls.__init__ = _renewed(cls.__init__)  # type: ignore[misc]
+            cls.__init__ = _copied(cls.__init__, cls.__qualname__)  # type: ignore[misc]
         init: Any = cls.__init__  # type: ignore[misc]
-        written = inspect.unwrap(init)
-        kinds = get_type_hints(written)
-        parameters = inspect.signature(written).parameters.values()
+        kinds = get_type_hints(init)
+        parameters = inspect.signature(init).parameters.values()
         own = [p.replace(annotation=kinds.get(p.name, p.annotation)) for p in parameters if p.kind is not p.VAR_KEYWORD]
         init.__signature__ = inspect.Signature([*own[:-1], *as_parameters(options), own[-1]])
         init.__doc__ = arguments_text(described(options))
@@ -305,15 +304,12 @@ def takes(options: type[Options]) -> Callable[[_Made], _Made]:
     return decorate
 
 
-def _renewed(init: Any) -> Any:
-    """An inherited constructor as a function of its own, for signatures belong to functions."""
-    init = inspect.unwrap(init)
-
-    @functools.wraps(init)
-    def renewed(*args: Any, **kwargs: Any) -> None:
-        init(*args, **kwargs)
-
-    return renewed
+def _copied(init: Any, owner: str) -> Any:
+    """An inherited constructor as a function of its own, for signatures belong to functions, and so do the names in Python's errors."""
+    copied = FunctionType(init.__code__, init.__globals__, init.__name__, init.__defaults__, init.__closure__)
+    copied.__kwdefaults__, copied.__annotations__ = init.__kwdefaults__, dict(init.__annotations__)
+    copied.__module__, copied.__qualname__ = init.__module__, f"{owner}.{init.__name__}"
+    return copied
 
 
 def made_options(kind: type[Options], optimizer: str, given: Mapping[str, Any]) -> Options:

@@ -165,6 +165,8 @@ def _check_books(optimizer: OnebitOptimizer, saved: dict[str, Any] | None) -> No
     """Raises where a state is not one of this algorithm."""
     name = type(optimizer).__name__
     if saved is None:
+        if not optimizer._engine.rule.reads_plain:
+            raise ValueError(f"{name} cannot continue from the state of a plain optimizer; load the weights only")
         return
     if saved["version"] > STATE_VERSION:
         raise ValueError(
@@ -196,8 +198,6 @@ def _check_books(optimizer: OnebitOptimizer, saved: dict[str, Any] | None) -> No
 def _of_plain(optimizer: OnebitOptimizer, saved: dict[int, dict[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
     """The state of a plain optimizer, by index; raises where the algorithm cannot go on from it."""
     wanted, name = optimizer._engine.rule.reads_plain, type(optimizer).__name__
-    if not wanted:
-        raise ValueError(f"{name} cannot continue from the state of a plain optimizer; load the weights only")
     if saved and not any(wanted in state for state in saved.values()):
         raise ValueError(f"{name} cannot continue from an optimizer state without {wanted!r}; load the weights only")
     # torch.optim.SGD counts no steps, and has None for a momentum that it does not keep

@@ -321,7 +321,9 @@ class Step:
         codec = codec or self.rule.codec(self)
         assert self.link.exchange is not None
         units = self._residual_units()
-        active = [self.active[i] and units.get(i) != 0.0 for i in self.kept.layout.slots]
+        active = [self.active[i] for i in self.kept.layout.slots]
+        if units:
+            active = [takes_part and unit != 0.0 for takes_part, unit in zip(active, units.values(), strict=True)]
         idle = {slot for slot, takes_part in enumerate(active) if not takes_part}
         buckets = [b for b in self.kept.layout.buckets if not b.params <= idle]
         codec.protect(buckets, active)

@@ -92,7 +92,8 @@ class DurableSave:
 
     def __call__(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
         """Writes a checkpoint; what is not a local file is Lightning's to write."""
-        if storage_options is not None or not isinstance(url_to_fs(str(path))[0], LocalFileSystem):
+        local = isinstance(url_to_fs(str(path))[0], LocalFileSystem)
+        if storage_options is not None or not local or not _saves_by_torch(self._plugin):
             type(self._plugin).save_checkpoint(self._plugin, checkpoint, path, storage_options)
             return
         with writing(str(path)) as file:
@@ -107,6 +108,11 @@ def durable(plugin: Any) -> Any:
     wrapped = getattr(plugin, "_checkpoint_io", None)
     if wrapped is not None:
         durable(wrapped)
-    elif type(plugin).save_checkpoint.__module__ in _TORCH_IO and "save_checkpoint" not in vars(plugin):
+    elif _saves_by_torch(plugin) and "save_checkpoint" not in vars(plugin):
         plugin.save_checkpoint = DurableSave(plugin)
     return plugin
+
+
+def _saves_by_torch(plugin: Any) -> bool:
+    """Whether it is Lightning's code that writes; a program may have replaced it."""
+    return type(plugin).save_checkpoint.__module__ in _TORCH_IO

@@ -76,11 +76,16 @@ class OnebitMixin(Adapter):
 
     ``configure_optimizers`` returns an optimizer of this package, best made by ``self.trainer.strategy.optimizer(params, lr=...)``,
     which knows the strategy's options. A plain ``torch.optim.Adam`` or ``AdamW`` is converted, under ``"onebit_sgd"`` an ``SGD``. Where
-    nothing says when the dense warm-up ends, ``VarianceFreeze()`` is added. Arguments that are not named below are those of Lightning's
-    ``DDPStrategy``.
+    nothing says when the dense warm-up ends, ``VarianceFreeze()`` is added.
 
     Args:
         algorithm: ``"onebit_adam"``, ``"onebit_lamb"``, ``"zero_one_adam"``, ``"binsgdm"`` (alias ``"birder"``) or ``"onebit_sgd"``.
+        accelerator: see Lightning's ``DDPStrategy``, as for all arguments up to ``start_method``.
+        parallel_devices: devices of this node.
+        cluster_environment: how processes find each other.
+        checkpoint_io: reads and writes checkpoints.
+        precision_plugin: numeric precision.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: by device.
         timeout: bound of every wait for other ranks. A smaller ``timeout`` of an optimizer (seconds) counts for its exchange.
         other_optimizers: ``"error"`` refuses optimizers that cannot be compressed; ``"dense"`` trains them exactly as DDP would.
         convert_optimizers: whether a plain Adam, AdamW or SGD becomes the algorithm's optimizer.

@@ -20,6 +20,8 @@ from lightning_onebit.comm.exchange import mean_in_order
 from lightning_onebit.engine import ExchangeOptions
 
 ALGORITHMS = list(CLASSES)
+# 1-bit SGD averages its p_i within a node, the others gradients; it is held against its oracle with nodes, too
+OF_GRADIENTS = [algorithm for algorithm in ALGORITHMS if algorithm != "onebit_sgd"]
 SHAPES = ((20, 33), (7,), (0,), (1,), (300,))
 #: (ranks per node, nodes)
 NODES = [(2, 2), (2, 3), (3, 2)]
@@ -70,7 +72,7 @@ def from_state(
     return {**snapshot(optimizer, params), "trajectory": trajectory, "records": records}
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("algorithm", OF_GRADIENTS)
 @pytest.mark.parametrize(("ranks_per_node", "nodes"), NODES)
 def test_hierarchical_is_bitwise_the_flat_exchange_run_on_node_means(
     algorithm: str, ranks_per_node: int, nodes: int

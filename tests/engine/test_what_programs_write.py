@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import copy
+import inspect
 import logging
 import pickle
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -138,12 +140,20 @@ IGNORED: dict[str, tuple[Any, str]] = {
     "amsgrad": (True, "leave it False"),
     "compress": (False, "is laid out for compress=True.*before the first step"),
     "momentum": (0.9, "means nothing to"),
+    "betas": ((0.9, 0.99), "means nothing to"),
     "max_grad_norm": (1.0, "one max_grad_norm for all groups"),
 }
 
 
-@pytest.mark.parametrize("key", IGNORED)
-@pytest.mark.parametrize("algorithm", CLASSES)
+@pytest.mark.parametrize(
+    ("algorithm", "key"),
+    [
+        (a, k)
+        for a, cls in CLASSES.items()
+        for k in IGNORED
+        if k not in inspect.signature(cls).parameters or k == "max_grad_norm"
+    ],
+)
 def test_a_key_of_a_group_that_would_be_ignored_raises_before_the_step(algorithm: str, key: str) -> None:
     value, words = IGNORED[key]
     params = small()
@@ -153,14 +163,14 @@ def test_a_key_of_a_group_that_would_be_ignored_raises_before_the_step(algorithm
     before = [p.detach().clone() for p in params]
     optimizer.param_groups[0][key] = value
     fill(params, 1)
-    with pytest.raises((ValueError, RuntimeError), match=f"{key}={value}.*{words}"):
+    with pytest.raises((ValueError, RuntimeError), match=f"{key}={re.escape(str(value))}.*{words}"):
         optimizer.step()
     assert all(map(torch.equal, params, before)) and optimizer.steps == 1
     if key == "compress":
         optimizer.param_groups[0][key] = True
         optimizer.step()
         return
-    with pytest.raises(ValueError, match=f"{key}={value}"):
+    with pytest.raises(ValueError, match=f"{key}={re.escape(str(value))}"):
         build(algorithm, [{"params": small(), key: value}])
 
 
