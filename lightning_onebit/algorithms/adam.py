@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshingOptimizer, RefreshOptions
+from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshOptions
 from lightning_onebit.algorithms.schedules import VariancePolicy
-from lightning_onebit.engine.options import takes
+from lightning_onebit.engine.optimizer import OnebitOptimizer
+from lightning_onebit.engine.options import ExchangeOptions, takes
 from lightning_onebit.engine.rule import Rounds, Rule
 from lightning_onebit.engine.step import Step
 
@@ -38,7 +39,7 @@ class Adam(RefreshedMoments):
 
 
 @takes(AdamOptions)
-class OnebitAdam(RefreshingOptimizer):
+class OnebitAdam(OnebitOptimizer):
     r"""1-bit Adam: Adam with a frozen second moment and one-bit, error-compensated momentum.
 
     For ``t <= freeze_step`` (warm-up) gradients are averaged densely and the step is that of ``torch.optim.AdamW``.
@@ -80,6 +81,27 @@ class OnebitAdam(RefreshingOptimizer):
 
     algorithm = "onebit_adam"
     rule_class: ClassVar[type[Rule]] = Adam
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
+        )
+
+    @property
+    def variance_policy(self) -> VariancePolicy:
+        """When second moments are refreshed."""
+        policy: VariancePolicy = self._engine.rule.variance_policy  # type: ignore[attr-defined]
+        return policy
 
     @classmethod
     def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:

@@ -9,12 +9,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptimizer, MomentOptions, beta1
+from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptions, beta1
 from lightning_onebit.algorithms.updates import floor_second_moment_
 from lightning_onebit.comm import memory_order
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.masters import portions
-from lightning_onebit.engine.options import check_number, takes
+from lightning_onebit.engine.optimizer import OnebitOptimizer
+from lightning_onebit.engine.options import ExchangeOptions, check_number, takes
 from lightning_onebit.engine.rule import Rule, Saved
 from lightning_onebit.engine.state import load_flat
 from lightning_onebit.engine.step import Facts, Group, Part, Step
@@ -236,7 +237,7 @@ class Lamb(FrozenMoments):
 
 
 @takes(LambOptions)
-class OnebitLamb(MomentOptimizer):
+class OnebitLamb(OnebitOptimizer):
     r"""1-bit LAMB: layer-wise adaptive steps, frozen second moments, and one bit per coordinate in the exchange.
 
     Warm-up, per parameter tensor (this is LAMB)::
@@ -275,6 +276,21 @@ class OnebitLamb(MomentOptimizer):
     algorithm = "onebit_lamb"
     rule_class: ClassVar[type[Rule]] = Lamb
     STEP_BYTES = 44.5  # a pass before reads x and denominators, reads and writes vfresh
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
+        )
 
     def get_lamb_coeffs(self) -> dict[str, float]:
         """The coefficients c of the last step.

@@ -19,7 +19,6 @@ from lightning_onebit.algorithms.updates import (
 from lightning_onebit.comm import memory_order
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.compact import Inversion, compact
-from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, Options, check_flag, check_integer, check_number
 from lightning_onebit.engine.rule import Rule, Saved, Sent
 from lightning_onebit.engine.state import load_flat
@@ -409,22 +408,3 @@ def _mostly_cold(r: Tensor) -> bool:
 def _most(elements: Tensor) -> bool:
     """Whether more than half of some booleans are true."""
     return bool(2 * torch.count_nonzero(elements) > elements.numel())
-
-
-class MomentOptimizer(OnebitOptimizer):
-    """Base of the optimizers that have Adam's hyperparameters."""
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 0.0,
-        *,
-        exchange: ExchangeOptions | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
-        )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit._choices import Recipe, RefreshRule, choices
-from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptimizer, MomentOptions
+from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptions
 from lightning_onebit.algorithms.schedules import REFRESHES_PER_DOUBLING, VariancePolicy
 from lightning_onebit.algorithms.updates import fp32_zeros_like
 from lightning_onebit.comm.ranges import ranged
@@ -186,13 +186,3 @@ class RefreshedMoments(FrozenMoments):
         policy.frozen = phase is not Phase.WARMUP
         policy.interval = self.interval if policy.frozen else None
         super().load(phase, books, saved, enter)
-
-
-class RefreshingOptimizer(MomentOptimizer):
-    """Base of the optimizers whose second moments are refreshed."""
-
-    @property
-    def variance_policy(self) -> VariancePolicy:
-        """When second moments are refreshed."""
-        policy: VariancePolicy = self._engine.rule.variance_policy  # type: ignore[attr-defined]
-        return policy

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from lightning_onebit.algorithms.local_steps import Local
 from lightning_onebit.algorithms.moments import beta1, decay, new_share
-from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshingOptimizer, RefreshOptions
-from lightning_onebit.algorithms.schedules import LOCAL_STEPS, LocalSteps, SyncPolicy, replay_schedule
+from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshOptions
+from lightning_onebit.algorithms.schedules import LOCAL_STEPS, LocalSteps, SyncPolicy, VariancePolicy, replay_schedule
 from lightning_onebit.algorithms.updates import compression_noise
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.masters import adopted
+from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, takes
 from lightning_onebit.engine.rule import Rounds, Rule, Saved
 from lightning_onebit.engine.step import Facts, Group, Step
@@ -378,7 +379,7 @@ class ZeroOne(RefreshedMoments):
 
 
 @takes(ZeroOneAdamOptions)
-class ZeroOneAdam(RefreshingOptimizer):
+class ZeroOneAdam(OnebitOptimizer):
     r"""0/1 Adam: one-bit rounds from the start, a variance refreshed ever more rarely, then local steps.
 
     With ``lr_t = lr / (1-b1^t)``::
@@ -427,6 +428,27 @@ class ZeroOneAdam(RefreshingOptimizer):
     local_steps: ClassVar[bool] = True
     SILENT_STEP_BYTES = 32.0  # reads and writes m, u and x, reads g and denominators
     EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1, "local_steps": LocalSteps(max_gap=1)}
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        exchange: ExchangeOptions | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}, options, exchange
+        )
+
+    @property
+    def variance_policy(self) -> VariancePolicy:
+        """When second moments are refreshed."""
+        policy: VariancePolicy = self._engine.rule.variance_policy  # type: ignore[attr-defined]
+        return policy
 
     @property
     def sync_policy(self) -> SyncPolicy:
