@@ -254,8 +254,9 @@ class FabricMixin(Adapter):
         compressed = isinstance(optimizer, OnebitOptimizer)
         fits = optimizer.algorithm == wanted.name if isinstance(optimizer, OnebitOptimizer) else self._dense
         if not fits:
+            why = "Fabric converts none" if type(optimizer) in wanted.converts else no_counterpart(optimizer)
             uncompressed = (
-                f" To train {name} uncompressed, as DDP would ({no_counterpart(optimizer)}), import OnebitStrategy from "
+                f" To train {name} uncompressed, as DDP would ({why}), import OnebitStrategy from "
                 f'lightning_onebit.fabric and give Fabric `OnebitStrategy({wanted.name!r}, other_optimizers="dense")`.'
             )
             raise TypeError(

@@ -32,6 +32,25 @@ BEFORE = {
     + "os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', ACCELERATE_USE_CPU='true')\n"
     + "data = [{'input_ids': torch.arange(16), 'labels': torch.arange(16)}] * 32\n",
 }
+# What else the code of a page makes possible.
+AFTER = {
+    "contributing.md": """
+import jsonargparse
+from lightning_onebit.lightning import OnebitStrategy
+from lightning_onebit.tools.bench import measure_link
+from lightning_onebit.tools.plan import Cluster, Job, predict
+
+strategy = OnebitStrategy("onebit_lion", momentum=0.95)
+made = strategy.optimizer(model.parameters(), lr=0.01)
+assert isinstance(made, OnebitLion) and made.options.momentum == 0.95
+assert predict(Cluster(gpus=64, bandwidth=1e9), Job(params=10**8, compute=0.1), "onebit_lion").dense_share == 0
+assert measure_link(4000, algorithm="onebit_lion", repeats=1).exchange_bytes < 4000
+parser = jsonargparse.ArgumentParser()
+parser.add_class_arguments(OnebitStrategy, "strategy")
+given = parser.parse_args(["--strategy.algorithm=onebit_lion", "--strategy.memory=0.9"])
+assert parser.instantiate_classes(given).strategy.optimizer(model.parameters(), lr=0.01).options.memory == 0.9
+""",
+}
 # What a page's code prints if it does what the page says.
 PRINTED = {
     "loops.md": r"compressed 2 3\n",
@@ -57,7 +76,7 @@ def run_page(rank: int, world: int, page: str, folder: str) -> str:
     # a script: names of one block are known to the next
     names: dict[str, object] = {"__name__": "__main__"}
     with contextlib.redirect_stdout(printed):
-        for number, block in enumerate([BEFORE.get(page, ""), *blocks(page)]):
+        for number, block in enumerate([BEFORE.get(page, ""), *blocks(page), AFTER.get(page, "")]):
             exec(compile(block, f"{page}, block {number}", "exec", dont_inherit=True), names)
     return printed.getvalue()
 
