@@ -455,10 +455,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
             What the closure returned.
 
         Raises:
-            FloatingPointError: with this step 100 steps in a row had a non-finite gradient on some rank (with
-                ``on_nonfinite="raise"``: this one had); or
-                squares of finite ones that are exchanged overflow fp32 (on CUDA it is said by the next
-                step or by ``state_dict()``, whichever comes first; BinSGDM sends no scales, and trains on).
+            FloatingPointError: with this step 100 steps in a row had a non-finite gradient on some rank (``on_nonfinite="raise"``: this
+                one had); or squares of finite ones overflow fp32 (on CUDA the next step or ``state_dict()`` says it; not BinSGDM).
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
             TornStep: the last step did not end.
