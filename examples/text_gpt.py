@@ -347,7 +347,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    """Read the options and settle how often to validate, so that the last step is always validated."""
+    """Read the options and decide how often to validate, so that the last step is always validated."""
     options = parser().parse_args(arguments)
     if options.validate_every is None:
         options.validate_every = options.steps // next(n for n in (6, 5, 7, 4, 8, 3, 2, 1) if options.steps % n == 0)

@@ -366,7 +366,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
     def gradients_are_averaged(self) -> None:
         """Says that every ``.grad`` is the average over ranks already, or will be when backward ends.
 
-        For whoever averages in a dense step instead of the optimizer, as a communication hook of DistributedDataParallel
+        For what averages in a dense step instead of the optimizer, as a communication hook of DistributedDataParallel
         does (``lightning_onebit.ddp``). Holds until ``step()``, ``zero_grad()`` or the next ``begin_backward()``. A gradient that
         arrives later makes the optimizer average all of them, and a compressed step takes no notice. Call it on all ranks.
         """

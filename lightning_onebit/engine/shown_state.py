@@ -56,7 +56,7 @@ class ShownState(MutableMapping[Tensor, Any]):
         self._given = [given for given in self._given if given[1]() is not None]
 
     def renew(self) -> None:
-        """Lets go of the copies, for the state is about to change; whoever asks is given new ones."""
+        """Lets go of the copies, for the state is about to change; who asks is given new ones."""
         self._places, self._entries, self._scratch = {}, {}, {}
 
     def forget(self) -> None:
@@ -85,7 +85,7 @@ class ShownState(MutableMapping[Tensor, Any]):
         )
 
     def let_go(self, index: int) -> None:
-        """Keeps the copies of a parameter no longer than whoever has asked for them does."""
+        """Keeps the copies of a parameter no longer than the program that asked for them does."""
         self._entries.pop(index, None)
 
     # ----- reading -----------------------------------------------------------------------------------------------------

@@ -503,7 +503,7 @@ def test_what_the_program_lets_go_of_is_freed(algorithm: str, overlap: str) -> N
 def test_what_is_laid_out_in_inference_mode_serves_the_steps_after_it(
     algorithm: str, called: str, kernels: str
 ) -> None:
-    """A validation's hook may freeze, thaw or load: later steps, and whoever reads residuals, change what it has laid out."""
+    """A validation's hook may freeze, thaw or load: later steps, and what reads residuals, change what it has laid out."""
 
     def run(inference: bool) -> list[Tensor]:
         params = [nn.Parameter(torch.ones(5 * 32)), nn.Parameter(torch.ones(40, dtype=torch.bfloat16))]

@@ -33,7 +33,7 @@ def node_means(c: Sequence[Array], ranks_per_node: int) -> list[Array]:
 class Exchange:
     """The exchange of one set of tensors, with the residuals of all workers and servers.
 
-    A block has one owner, so the server residuals of all ranks together are one vector ``d`` over all elements, whoever owns what.
+    A block has one owner, so the server residuals of all ranks together are one vector ``d`` over all elements.
     Hierarchical (``ranks_per_node = K > 1``): the workers of the exchange are the L nodes, each with its mean.
 
     Attributes:

@@ -329,7 +329,7 @@ def clip(rank: int, world: int) -> None:
                 assert measured > 0.05
             optimizer.step()
             optimizer.zero_grad()
-            # one control round a step, whoever asks for it
+            # one control round a step, whichever part asks for it
             assert optimizer.ledger.last.control_collectives == (step >= 2)
         if how == "option":
             with pytest.raises(ValueError, match=r"TrainingArguments\(max_grad_norm=0\)"):

@@ -449,7 +449,7 @@ def collective_after_backward(rank: int, world: int) -> tuple[int, list[str]]:
 
 
 def test_a_collective_between_backward_and_step_finds_every_rank_there() -> None:
-    """A rank that lacks gradients which leave first sends what it owes at the end of backward, in which another waits for it."""
+    """A rank that lacks gradients which leave first sends what is left at the end of backward, in which another waits for it."""
     for compressed, same in run_ranks(collective_after_backward, 2, timeout=60.0):
         assert compressed == 6 and same == []
 
