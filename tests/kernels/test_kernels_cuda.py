@@ -349,8 +349,8 @@ def test_the_comparison_with_the_reference_does_not_depend_on_torchs_default_dty
 # ----- compiling for real devices -------------------------------------------------------------------------------------------------
 
 
-#: compiled in every run: the oldest, the one most used and the newest; each takes many seconds, so the others are for the nightly run
-EVERY_RUN = (70, 80, 90)
+#: compiled in every run; each architecture takes half a minute, so the others are for the nightly run
+EVERY_RUN = (80,)
 
 
 @pytest.mark.parametrize(
@@ -382,6 +382,7 @@ def test_every_kernel_compiles_without_spills(
         assert usage.registers <= 128, f"{usage} needs too many registers"
 
 
+@pytest.mark.nightly
 def test_nvcc_accepts_the_file_as_well() -> None:
     """NVRTC and nvcc have different front ends; warnings are errors."""
     known = [a for a in compilers.ARCHITECTURES if a in compilers.nvcc_architectures()]
