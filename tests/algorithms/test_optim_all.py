@@ -680,8 +680,9 @@ def long_worker(group: None, rank: int, world: int, made: Problem) -> dict[str, 
         for p in params:
             p.grad = torch.from_numpy(draws.standard_normal(p.shape, dtype=np.float32))
         optimizer.step()
-        tensors = optimizer.residual_state_dict()["tensors"].items()
-        held.append(sum(float(tensor.square().sum()) for name, tensor in tensors if name.endswith("residual")))
+        if t >= 60:
+            tensors = optimizer.residual_state_dict()["tensors"].items()
+            held.append(sum(float(tensor.square().sum()) for name, tensor in tensors if name.endswith("residual")))
         if t % 10 == 9:
             apart += optimizer.mid_local
             with optimizer.consensus():
@@ -711,7 +712,7 @@ def test_replicas_are_bitwise_equal_after_100_steps(algorithm: str) -> None:
     assert (results[0]["apart"] > 0) == (algorithm == "zero_one_adam")
     for result in results:
         # error feedback keeps residuals bounded: what is held back does not grow
-        assert 0 < np.mean(result["held"][-20:]) < 1.5 * np.mean(result["held"][60:80])
+        assert 0 < np.mean(result["held"][-20:]) < 1.5 * np.mean(result["held"][:20])
 
 
 # ----- parameters that become trainable ---------------------------------------------------------------------------------------------
