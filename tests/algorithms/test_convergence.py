@@ -154,6 +154,8 @@ def train_simulated(
     return train(model, model, optimizer, lr, group.rank, group.size, steps)[1], optimizer.ledger.ratio
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "options", "twin", "lr", "steps"),
     [

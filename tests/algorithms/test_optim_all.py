@@ -136,8 +136,10 @@ def stepwise(group: Any, rank: int, world: int, made: Problem) -> list[dict[str,
     return states
 
 
-@pytest.mark.parametrize("bucket_mb", [16.0, 0.0005])
-@pytest.mark.parametrize("algorithm", RULES)
+@pytest.mark.parametrize(
+    ("algorithm", "bucket_mb"),
+    [*((algorithm, 16.0) for algorithm in ALGORITHMS), *((a, 0.0005) for a in RULES if a != "onebit_adam")],
+)
 def test_a_parameter_without_gradient_on_all_ranks_is_left_alone_exactly(algorithm: str, bucket_mb: float) -> None:
     """In every phase, in buckets of its own and in shared ones: weights and state of the tensor do not move by a bit."""
     gone = {1: (0,), 4: (0, 1), 5: (4,), 7: (0,), 9: (4, 3), 10: (0, 1, 2, 3, 4), 12: (0,), 14: (4,)}
@@ -612,12 +614,12 @@ def redistributed_worker(group: Any, rank: int, world: int, made: Problem, ranks
     return {**snapshot(optimizer, params), "redistributed": parts.result()["tensors"]}
 
 
-@pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize(
-    ("algorithm", "rule"),
+    ("algorithm", "rule", "kernels"),
     [
-        *((algorithm, {}) for algorithm in RULES),
-        ("onebit_adam", {"refresh": 3}),
+        *((algorithm, {}, "cpu") for algorithm in RULES),
+        *(("onebit_adam", {"refresh": 3}, kernels) for kernels in ("cpu", "reference")),
+        *(("onebit_lamb", {}, "reference"), ("binsgdm", {}, "reference")),
     ],
 )
 def test_state_is_fp32_whatever_torchs_default_dtype(algorithm: str, rule: dict[str, Any], kernels: str) -> None:
@@ -659,11 +661,11 @@ def test_clipping_takes_the_scale_out_of_gradients(algorithm: str) -> None:
 
 #: options, and the dense steps that follow from them
 LONG: dict[str, tuple[dict[str, Any], int]] = {
-    # and refreshes at 36, 52, ..., 196
-    "onebit_adam": ({"freeze_step": 20}, 31),
+    # and refreshes at 36, 52, ..., 100
+    "onebit_adam": ({"freeze_step": 20}, 25),
     "onebit_lamb": ({"freeze_step": 20}, 20),
-    # refreshes at 1 to 17 and 19, and at 35, 51, ..., 195; gap 1, then 2 from step 31 on, then 4 from step 41 on
-    "zero_one_adam": ({"freeze_step": 20, "local_steps": LocalSteps(max_gap=4, double_every=10)}, 29),
+    # refreshes at 1 to 17 and 19, and at 35, 51, ..., 99; gap 1, then 2 from step 31 on, then 4 from step 41 on
+    "zero_one_adam": ({"freeze_step": 20, "local_steps": LocalSteps(max_gap=4, double_every=10)}, 23),
     "binsgdm": ({}, 0),
     "onebit_sgd": ({"momentum": 0.9}, 0),
 }
@@ -678,8 +680,9 @@ def long_worker(group: None, rank: int, world: int, made: Problem) -> dict[str, 
         for p in params:
             p.grad = torch.from_numpy(draws.standard_normal(p.shape, dtype=np.float32))
         optimizer.step()
-        tensors = optimizer.residual_state_dict()["tensors"].items()
-        held.append(sum(float(tensor.square().sum()) for name, tensor in tensors if name.endswith("residual")))
+        if t >= 60:
+            tensors = optimizer.residual_state_dict()["tensors"].items()
+            held.append(sum(float(tensor.square().sum()) for name, tensor in tensors if name.endswith("residual")))
         if t % 10 == 9:
             apart += optimizer.mid_local
             with optimizer.consensus():
@@ -696,20 +699,20 @@ def long_worker(group: None, rank: int, world: int, made: Problem) -> dict[str, 
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_replicas_are_bitwise_equal_after_200_steps(algorithm: str) -> None:
+def test_replicas_are_bitwise_equal_after_100_steps(algorithm: str) -> None:
     """On real processes; between local steps it is what ``consensus()`` shows."""
     options, dense = LONG[algorithm]
-    made = Problem(200, {"weight_decay": 0.1, "bucket_mb": 0.02, **options}, algorithm=algorithm)
+    made = Problem(100, {"weight_decay": 0.1, "bucket_mb": 0.02, **options}, algorithm=algorithm)
     results = run_world(long_worker, 3, made, real=True)
     for other in results[1:]:
         for part in ("shared", "x", "state", "books"):
             assert equal(results[0][part], other[part]), part
         assert not equal(results[0]["residuals"], other["residuals"]), "residuals differ by rank"
-    assert results[0]["steps"] == 200 and results[0]["dense"] == dense
+    assert results[0]["steps"] == 100 and results[0]["dense"] == dense
     assert (results[0]["apart"] > 0) == (algorithm == "zero_one_adam")
     for result in results:
         # error feedback keeps residuals bounded: what is held back does not grow
-        assert 0 < np.mean(result["held"][-20:]) < 1.5 * np.mean(result["held"][60:80])
+        assert 0 < np.mean(result["held"][-20:]) < 1.5 * np.mean(result["held"][:20])
 
 
 # ----- parameters that become trainable ---------------------------------------------------------------------------------------------
@@ -949,8 +952,14 @@ def resumed_worker(group: Any, rank: int, world: int, made: Problem, ats: tuple[
 POINTS = dict.fromkeys([rule for rule in RULES if rule.startswith("zero_one_adam")], (0, 2, 4, 6, 9, 11, 12, 13, 15))
 
 
-@pytest.mark.parametrize("ranks_per_node", [1, 2])
-@pytest.mark.parametrize("algorithm", RULES)
+@pytest.mark.parametrize(
+    ("algorithm", "ranks_per_node"),
+    [
+        *((algorithm, 2) for algorithm in ALGORITHMS),
+        *((rule, 1) for rule in RULES if rule not in ALGORITHMS),
+        *(("onebit_lamb", 1), ("onebit_sgd", 1)),
+    ],
+)
 def test_saved_state_continues_bit_for_bit(algorithm: str, ranks_per_node: int) -> None:
     ats = POINTS.get(algorithm, (0, 2, 4, 5, 9))
     made = problem(algorithm)
@@ -1029,8 +1038,10 @@ def elsewhere(group: Any, rank: int, world: int, made: Problem, file: bytes, ste
     return first, states
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("algorithm", RULES)
+@pytest.mark.parametrize(
+    ("algorithm", "world"),
+    [*((algorithm, 3) for algorithm in ALGORITHMS), *((rule, 2) for rule in RULES if rule not in ALGORITHMS)],
+)
 def test_the_shared_part_alone_continues_in_any_world(algorithm: str, world: int) -> None:
     """Residuals and local progress start from zero: weights are those saved, steps stay of their usual size, replicas are equal."""
     made = problem(algorithm, {"weight_decay": 0.0})
@@ -1109,7 +1120,7 @@ def test_lamb_that_continues_from_adam_starts_with_fresh_trust_ratios() -> None:
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(data=st.data())
 def test_whatever_happens_replicas_agree_and_nothing_explodes(algorithm: str, data: st.DataObject) -> None:
     """Missing and broken gradients, learning rates of 0, buckets of any size, in any order: invariants hold at every step."""
@@ -1301,13 +1312,12 @@ def returning_worker(group: Any, rank: int, world: int, algorithm: str, how: str
     return results
 
 
-@pytest.mark.parametrize(("at", "last"), [(1, 8), (3, 4), (7, 11)])
 @pytest.mark.parametrize(
-    ("algorithm", "how"),
+    ("algorithm", "how", "at", "last"),
     [
-        *((algorithm, how) for algorithm in ALGORITHMS for how in ("clip", "begin")),
-        ("onebit_adam", "overlap"),
-        ("onebit_lamb", "overlap"),
+        *((algorithm, how, 3, 4) for algorithm in ALGORITHMS for how in ("clip", "begin")),
+        *((algorithm, "begin", at, last) for algorithm in ALGORITHMS for at, last in ((1, 8), (7, 11))),
+        *((algorithm, "overlap", at, last) for algorithm, at, last in (("onebit_adam", 7, 11), ("onebit_lamb", 3, 4))),
     ],
 )
 def test_a_checkpoint_that_is_loaded_in_the_middle_of_a_step_is_all_that_counts(
@@ -1411,8 +1421,14 @@ def pausing_worker(group: Any, rank: int, world: int, algorithm: str, dtype: tor
     return snapshot(optimizer, params)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("algorithm", RULES)
+@pytest.mark.parametrize(
+    ("algorithm", "dtype"),
+    [
+        *((algorithm, torch.bfloat16) for algorithm in ALGORITHMS),
+        *((rule, torch.float32) for rule in RULES if rule not in ALGORITHMS),
+        ("onebit_lamb", torch.float32),
+    ],
+)
 def test_a_parameter_that_is_not_trainable_while_a_checkpoint_is_loaded_keeps_its_state(
     algorithm: str, dtype: torch.dtype
 ) -> None:

@@ -328,7 +328,8 @@ def _all_scenarios(rank: int, world: int, package: str, directory: str) -> dict[
     return found
 
 
-@pytest.fixture(scope="module", params=TREES)
+# the other tests fit with `lightning`
+@pytest.fixture(scope="module", params=[pytest.param(TREES[0], marks=pytest.mark.nightly), TREES[1]])
 def fits(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """All scenarios in one pair of processes per tree: importing Lightning costs more than the fits."""
     pytest.importorskip(request.param)

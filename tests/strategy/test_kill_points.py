@@ -156,7 +156,7 @@ def campaign(rank: int, world: int, folder: str, seeds: range) -> dict[str, Any]
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(8), pytest.param(range(8, 260), marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
+    [range(4), pytest.param(range(4, 260), marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
     ids=["some", "many"],
 )
 def test_every_file_of_training_that_was_ended_anywhere_is_that_of_a_whole_step(tmp_path: Path, seeds: range) -> None:
