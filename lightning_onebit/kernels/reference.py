@@ -8,7 +8,7 @@ it nowhere alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -103,12 +103,14 @@ def _compress_blocks(y: Tensor, valid: Tensor, lengths: Tensor, out: Packed) -> 
     return torch.where(valid, y - _signed(scale, negative), torch.zeros_like(y))
 
 
-def _held(bucket: BlockMap, spans: Spans) -> Iterator[tuple[SpanLike, Tensor, slice]]:
+def _held(bucket: BlockMap, spans: Spans) -> list[tuple[SpanLike, Tensor, slice]]:
     """The spans that have a tensor, with it and with their elements of a flat of the bucket."""
-    for span, tensor in zip(bucket.spans, spans, strict=True):
-        if tensor is not None:
-            start = span.block * bucket.block_size
-            yield span, tensor, slice(start, start + span.numel)
+    size = bucket.block_size
+    return [
+        (span, tensor, slice(span.block * size, span.block * size + span.numel))
+        for span, tensor in zip(bucket.spans, spans, strict=True)
+        if tensor is not None
+    ]
 
 
 class ReferenceKernels:
