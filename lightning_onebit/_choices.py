@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
-AlgorithmName: TypeAlias = Literal["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm", "birder", "onebit_sgd"]
 StartMethod: TypeAlias = Literal["popen", "spawn", "fork", "forkserver"]
 OtherOptimizers: TypeAlias = Literal["error", "dense"]
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_onebit._choices import AlgorithmName, OtherOptimizers, StartMethod
+from lightning_onebit._choices import OtherOptimizers, StartMethod
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import rank_zero_info
 from lightning_onebit.comm import DEFAULT_TIMEOUT
@@ -139,7 +139,7 @@ class FabricMixin(Adapter):
 
     def __init__(
         self,
-        algorithm: AlgorithmName = "onebit_adam",
+        algorithm: str = "onebit_adam",
         *,
         timeout: timedelta | None = DEFAULT_TIMEOUT,
         ranks_per_node: int | None = None,

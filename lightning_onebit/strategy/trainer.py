@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal, get_type_hints
 import torch
 from torch import Tensor
 
-from lightning_onebit._choices import AlgorithmName, OtherOptimizers, StartMethod
+from lightning_onebit._choices import OtherOptimizers, StartMethod
 from lightning_onebit._names import shown_as
 from lightning_onebit.comm import DEFAULT_TIMEOUT, Transport
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
@@ -119,7 +119,7 @@ class OnebitMixin(Adapter):
 
     def __init__(
         self,
-        algorithm: AlgorithmName = "onebit_adam",
+        algorithm: str = "onebit_adam",
         accelerator: Any = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: Any = None,

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from lightning_onebit import _choices
-from lightning_onebit._choices import AlgorithmName, choices
+from lightning_onebit._choices import choices
 from lightning_onebit.algorithms import LocalSteps
 from lightning_onebit.engine import ExchangeOptions
+from lightning_onebit.lightning import OnebitStrategy
 from lightning_onebit.strategy.registry import ALGORITHMS
 from lightning_onebit.strategy.trees import installed_trees
 
@@ -56,7 +57,8 @@ def test_no_option_with_fixed_values_is_a_plain_string() -> None:
     for cls in owners():
         for name, parameter in inspect.signature(cls).parameters.items():
             assert parameter.default not in listed or name in fixed(cls), f"{cls.__name__}({name}=...)"
-    assert set(choices(AlgorithmName)) == {name for a in ALGORITHMS.values() for name in (a.name, *a.aliases)}
+    algorithm = inspect.signature(OnebitStrategy).parameters["algorithm"].annotation
+    assert set(choices(algorithm)) == {name for a in ALGORITHMS.values() for name in (a.name, *a.aliases)}
 
 
 def made(cls: Any, **options: Any) -> Any:

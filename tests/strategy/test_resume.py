@@ -163,13 +163,13 @@ def resume_rank(
 
 
 @resumes_within_epochs
-# a flat or a hierarchical world for each algorithm, and both for 1-bit Adam and the one with local steps
+# one flat and one hierarchical world for each algorithm
 @pytest.mark.parametrize(
     ("algorithm", "world", "ranks_per_node", "precision"),
     [
         ("onebit_adam", 2, None, "32-true"),
-        *((algorithm, 3, None, "bf16-mixed") for algorithm in ("onebit_lamb", "zero_one_adam", "onebit_sgd")),
-        *((algorithm, 4, 2, "32-true") for algorithm in ("onebit_adam", "zero_one_adam", "binsgdm")),
+        *((algorithm, 3, None, "bf16-mixed") for algorithm in OPTIONS),
+        *((algorithm, 4, 2, "32-true") for algorithm in OPTIONS),
     ],
 )
 def test_interrupted_training_goes_on_bit_for_bit(

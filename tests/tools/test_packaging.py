@@ -323,15 +323,15 @@ def test_links_between_files_lead_somewhere(page: str) -> None:
             assert (path.parent / target).exists(), f"{page} links to {target}"
 
 
-def test_citation_names_the_four_papers() -> None:
+def test_citation_names_the_five_papers() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
     assert citation["cff-version"] == "1.2.0"
     assert citation["version"] == ob.__version__
     references = citation["references"]
-    assert len(references) == 4
+    assert len(references) == 5
     assert all(reference["authors"] and reference["year"] for reference in references)
     text = " ".join(reference["title"] + reference["url"] for reference in references)
-    for part in ("2102.02888", "2104.06069", "2202.06009", "Birder"):
+    for part in ("2102.02888", "2104.06069", "2202.06009", "Birder", "1905.10936"):
         assert part in text
 
 
