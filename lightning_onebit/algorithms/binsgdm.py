@@ -263,7 +263,7 @@ class Votes(Codec):
             m=s["m"],
             a=s["a"],
             # a hierarchical exchange has the nodes for workers, and each element of a node is drawn by one of its ranks
-            key=self._key(ranks.node, WORKER_STREAM),
+            key=self._key(bucket, ranks.node, WORKER_STREAM),
             first_block=bucket.first_block + lo,
             out=out,
         )
@@ -283,15 +283,19 @@ class Votes(Codec):
             rows,
             bucket.lengths[first:last],
             # drawn by the chunk's owner alone, so the rank is part of neither key nor result
-            self._key(0, SERVER_STREAM),
+            self._key(bucket, 0, SERVER_STREAM),
             bucket.first_block + first,
             out,
             self.kept.server_residual(bucket).values if self._rule.feeds_back else None,
         )
         return out.view(torch.uint8).view(-1)
 
-    def _key(self, rank: int, stream: int) -> DrawKey:
-        options = self._rule.options
+    def _key(self, bucket: Bucket, rank: int, stream: int) -> DrawKey:
+        options, ranks = self._rule.options, self.kept.layout.ranks
+        if self.kept.shards is not None and bucket.params:
+            # other shards of a tensor are drawn apart; what all ranks of a replica hold, alike on them
+            way = self.kept.shards.ways[self.kept.layout.slots[min(bucket.params)]]
+            rank += self.kept.shards.position(way) * ranks.nodes
         return draw_key(options.seed, self.kept.steps + 1, rank, stream, stratified=not options.published)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:

@@ -136,12 +136,19 @@ class Lamb(FrozenMoments):
             torch._foreach_div_(u, [1 - b1 ** (t + 1) for t in s.t])
         torch._foreach_add_(u, x, alpha=s.of["weight_decay"])
         # fp64 norms, so that rounding hardly ever depends on the order of summation
-        x_norm, u_norm = self.kept.kernels.norms(x), self.kept.kernels.norms(u)
+        x_norm, u_norm = self._whole_norms(s.indices, self.kept.kernels.norms(x), self.kept.kernels.norms(u))
         live = (x_norm > 0) & (u_norm > 0)
         c = torch.where(live, (x_norm / torch.where(live, u_norm, 1.0)).clamp(*self.options.trust_clip), 1.0)
         torch._foreach_mul_(u, list((-s.of["lr"] * c).float().unbind()))
         torch._foreach_add_(x, u)
         return c
+
+    def _whole_norms(self, indices: Sequence[int], *norms: Tensor) -> Sequence[Tensor]:
+        """Norms of whole parameters, fp64 ``(parameters,)``, from those of this rank's shards."""
+        if self.kept.shards is None:
+            return norms
+        squares = torch.stack(norms, dim=1).square()
+        return self.kept.over_shards(squares, indices).sqrt().unbind(dim=1)
 
     def enter_compressed(self) -> None:
         """See the base; the second moments as they froze, floor applied, are where the fresh ones start."""
@@ -199,8 +206,9 @@ class Lamb(FrozenMoments):
         for part, _, norms in taken:
             first = part.blocks.first_block
             rows[first : first + part.blocks.blocks] = norms.double()
-        up, u = kept.layout.per_slot(rows[:, :2], "sum").sqrt().unbind(dim=1)
-        largest = kept.layout.per_slot(rows[:, 2:], "max")[:, 0]
+        slots = kept.layout.slots
+        up, u = kept.over_shards(kept.layout.per_slot(rows[:, :2], "sum"), slots).sqrt().unbind(dim=1)
+        largest = kept.over_shards(kept.layout.per_slot(rows[:, 2:], "max"), slots, "max")[:, 0]
         f = torch.where(largest > 0, largest, torch.ones_like(largest))
         k = torch.where(u > 0, (up / torch.where(u > 0, u, torch.ones_like(u))).clamp(max=1.0), torch.ones_like(u))
         f = torch.where(upload(step.by_slot("weight_decay"), kept.device, torch.float64) > 0, f * k + (1 - k), f)
@@ -226,7 +234,8 @@ class Lamb(FrozenMoments):
     def take_in(self, index: int, own: dict[str, Tensor], updates: int) -> None:
         if "fresh" in self.kept.flat:
             fresh = self.kept.part("fresh", index)
-            floor_second_moment_(fresh.copy_(memory_order(own["v"])), phi=self.options.denominator_floor)
+            fresh.copy_(memory_order(own["v"]))
+            floor_second_moment_(fresh, phi=self.options.denominator_floor, sums=self.sums_of({index: fresh})[index])
             self._default_ratios([index])
         super().take_in(index, own, updates)
 

@@ -13,6 +13,7 @@ from torch.optim.adamw import adamw
 from lightning_onebit.algorithms.updates import (
     floor_second_moment_,
     fp32_zeros_like,
+    moment_sums,
     reciprocal_denominator_,
     second_moment_from_reciprocal,
 )
@@ -182,10 +183,18 @@ class FrozenMoments(Rule):
     def invert_all(self, v: Tensor, r: Tensor) -> None:
         """Reciprocal denominators of all exchanged parameters (flats over all blocks; may be the same)."""
         layout = self.kept.layout
-        for i in layout.slots:
-            self.invert(i, layout.part(v, i), layout.part(r, i))
+        parts = {i: layout.part(v, i) for i in layout.slots}
+        for i, sums in self.sums_of(parts).items():
+            self.invert(i, parts[i], layout.part(r, i), sums)
 
-    def invert(self, index: int, v: Tensor, r: Tensor) -> None:
+    def sums_of(self, moments: Mapping[int, Tensor]) -> dict[int, Tensor | None]:
+        """``moment_sums()`` of whole parameters, of which these are the second moments of this rank's shards; None: they are the whole."""
+        if self.kept.shards is None or not moments:
+            return dict.fromkeys(moments)
+        rows = torch.stack([moment_sums(v) for v in moments.values()])
+        return dict(zip(moments, self.kept.over_shards(rows, list(moments)).unbind(), strict=True))
+
+    def invert(self, index: int, v: Tensor, r: Tensor, sums: Tensor | None) -> None:
         """Reciprocal denominators of one parameter (1-D); takes note of those whose second moments are all 0."""
         known = reciprocal_denominator_(
             v,
@@ -193,16 +202,18 @@ class FrozenMoments(Rule):
             phi=self.options.denominator_floor,
             eps=self.kept.group(index)["eps"],
             correction=self.second_correction(index),
+            sums=sums,
         )
-        if known or index in self.kept.late or not v.numel():
+        if known or index in self.kept.late or not self.kept.layout.sources[index].numel():
             self.kept.cold.discard(index)
         else:
             self.kept.cold.add(index)
 
-    def floor(self, v: Tensor) -> None:
-        """Applies the denominator rule's floor to second moments (flat over all blocks) in place."""
-        for i in self.kept.layout.slots:
-            floor_second_moment_(self.kept.layout.part(v, i), phi=self.options.denominator_floor)
+    def floor(self, v: Tensor, *, alone: bool = False) -> None:
+        """Applies the denominator rule's floor to second moments (flat over all blocks) in place; ``alone``: by this rank's shards."""
+        parts = {i: self.kept.layout.part(v, i) for i in self.kept.layout.slots}
+        for i, sums in (dict.fromkeys(parts) if alone else self.sums_of(parts)).items():
+            floor_second_moment_(parts[i], phi=self.options.denominator_floor, sums=sums)
 
     def second_moments(self, r: Tensor, out: Tensor, *, aged: bool = True) -> Tensor:
         """Moments of frozen denominators (flats over all blocks; may be the same if r is fp32), as if updated at every step.
@@ -232,7 +243,7 @@ class FrozenMoments(Rule):
     def joined(self, indices: Sequence[int]) -> None:
         """See the base; second moments of those who join after the freeze have learned nothing yet."""
         if "r" in self.kept.flat:
-            self.kept.cold |= {i for i in indices if self.kept.layout.params[i].numel()}
+            self.kept.cold |= {i for i in indices if self.kept.layout.sources[i].numel()}
             self.updates |= dict.fromkeys(indices, 0)
 
     def unheard(self) -> list[int]:
@@ -251,7 +262,7 @@ class FrozenMoments(Rule):
         strictly between these. Such a parameter starts afresh, and so does its count of steps.
         """
         kept = self.kept
-        woken = [i for i in members if _mostly_cold(kept.part("r", i)) and _most(kept.grad(i) != 0)]
+        woken = self._mostly_woken(members)
         for i in woken:
             kept.t[i] = 0
             self.updates.pop(i, None)
@@ -261,13 +272,24 @@ class FrozenMoments(Rule):
             step.late.begin(woken, "has its first gradient in most of its elements after second moments have frozen")
         return woken
 
+    def _mostly_woken(self, members: list[int]) -> list[int]:
+        """Those that were mostly cold and mostly have gradients now; of several shards, if that is so of most of the elements."""
+        kept = self.kept
+        here = [_mostly_cold(kept.part("r", i)) and _most(kept.grad(i) != 0) for i in members]
+        if kept.shards is None or not members:
+            return [i for i, woken in zip(members, here, strict=True) if woken]
+        sizes = [kept.layout.params[i].numel() for i in members]
+        rows = [[size * woken, size] for size, woken in zip(sizes, here, strict=True)]
+        shares = kept.over_shards(torch.tensor(rows, dtype=torch.float64, device=kept.device), members).tolist()
+        return [i for i, (woken, size) in zip(members, shares, strict=True) if 2 * woken > size]
+
     def take_in(self, index: int, own: dict[str, Tensor], updates: int) -> None:
         """See the base: its denominators, and its momentum as it travels."""
         self.updates[index] = updates
         m, v = memory_order(own["m"]), memory_order(own["v"])
         if "v" in self.kept.flat:
             self.kept.part("v", index).copy_(v)
-        self.invert(index, v, self.kept.part("r", index))
+        self.invert(index, v, self.kept.part("r", index), self.sums_of({index: v})[index])
         self.kept.put_momentum(index, m)
 
     @property
@@ -324,7 +346,7 @@ class FrozenMoments(Rule):
 
     def _for_others(self, v: Tensor) -> Tensor:
         """Second moments (flat over all blocks, in place) with the floor of their denominators in them, as if updated at every step."""
-        self.floor(v)
+        self.floor(v, alone=True)  # saving is no collective
         for i in self.kept.layout.slots:
             if i in self.updates:
                 self.kept.layout.part(v, i).mul_(self._age(i))
@@ -333,7 +355,7 @@ class FrozenMoments(Rule):
     @torch.no_grad()
     def compacted(self, packed: dict[str, Any]) -> dict[str, Any]:
         kept = self.kept
-        if "r" not in kept.flat or "v" in kept.flat:
+        if "r" not in kept.flat or "v" in kept.flat or kept.anything_sharded:
             return packed
         inversions = {
             i: Inversion(kept.group(i)["eps"], self._age(i) * self.second_correction(i)) for i in kept.layout.slots
@@ -341,7 +363,9 @@ class FrozenMoments(Rule):
         return compact(packed, inversions, kept.exchange.block_size)
 
     def books(self) -> dict[str, Any]:
-        return {"variance_steps": dict(self.updates)}
+        # of a shard without elements denominators do not tell
+        cold = {"cold": sorted(self.kept.cold)} if self.kept.anything_sharded else {}
+        return {"variance_steps": dict(self.updates), **cold}
 
     def rank_layout(self) -> dict[str, Any]:
         """See the base: the units of the residuals; the key is missing where they are the momentum's."""
@@ -358,7 +382,7 @@ class FrozenMoments(Rule):
                 self._load_alone(saved, bare=phase is Phase.WARMUP)
             self.updates = {}
         enter(phase)
-        self.load_frozen(saved)
+        self.load_frozen(saved, books)
 
     def _load_alone(self, saved: Saved, *, bare: bool) -> None:
         """Moments of one-bit rounds for a rank alone, whose v learns at every step from here on (``bare``: v as it is was saved)."""
@@ -369,7 +393,7 @@ class FrozenMoments(Rule):
         load_flat(self.kept, r, "reciprocal_denominator", saved)
         flat["m"].masked_fill_(r == 0, 0.0)  # states of earlier releases hold it
 
-    def load_frozen(self, saved: Saved) -> None:
+    def load_frozen(self, saved: Saved, books: Mapping[str, Any]) -> None:
         """Denominators and momentum as they were, where those made of ``exp_avg_sq`` and ``exp_avg`` are the same to rounding."""
         kept, flat = self.kept, self.kept.flat
         if "r" not in flat:
@@ -377,6 +401,8 @@ class FrozenMoments(Rule):
         load_flat(kept, flat["r"], "reciprocal_denominator", saved)
         # (moments that are made of denominators may be 0 to rounding)
         kept.cold = {i for i in kept.cold if not bool(kept.part("r", i).any())}
+        if "cold" in books:
+            kept.cold = set(books["cold"])
         if not self.preconditioned:
             return
         m = fp32_zeros_like(flat["r"])

@@ -115,14 +115,17 @@ class RefreshedMoments(FrozenMoments):
 
         ``keep = b2^k`` of ``k`` updates; the denominators are those of the new v, with their floor.
         """
-        kept = self.kept
+        kept, moments = self.kept, []
         for p in map(step.facts, members):
             updates, (b1, b2) = self.updates_of_refresh(p), p["betas"]
             g, keep = kept.grad(p.index).float(), b2**updates
             m = kept.moment("m", p.index).lerp_(g, 1 - b1)
             kept.moment("v", p.index).mul_(keep).addcmul_(g, g, value=1 - keep)
             self.updates[p.index] = self.updates.get(p.index, p.t) + updates
-            self.invert(p.index, kept.part("v", p.index), kept.part("r", p.index))
+            moments.append(m)
+        sums = self.sums_of({i: kept.part("v", i) for i in members})
+        for p, m in zip(map(step.facts, members), moments, strict=True):
+            self.invert(p.index, kept.part("v", p.index), kept.part("r", p.index), sums[p.index])
             lr_t = p["lr"] / self.first_correction(p, ahead=1)
             x = kept.weight(p.index).mul_(1 - p["lr"] * p["weight_decay"])
             x.addcmul_(m, kept.moment("r", p.index), value=-lr_t)

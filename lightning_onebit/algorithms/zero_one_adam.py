@@ -113,11 +113,12 @@ class ZeroOne(RefreshedMoments):
 
         All ranks alike: second moments are the same on all of them.
         """
-        kept = self.kept
-        for i in kept.layout.slots if kept.compresses else ():
-            noise = compression_noise(
-                kept.part("v", i), phi=self.options.denominator_floor, block_size=kept.exchange.block_size
-            )
+        kept, how = self.kept, {"phi": self.options.denominator_floor, "block_size": self.kept.exchange.block_size}
+        parts = {i: kept.part("v", i) for i in kept.layout.slots} if kept.compresses else {}
+        rows = [compression_noise(parts[i], sums=sums, **how) for i, sums in self.sums_of(parts).items()]
+        squares = kept.over_shards(torch.stack(rows), list(parts)).tolist() if rows else []
+        for i, (total, elements) in zip(parts, squares, strict=True):
+            noise = math.sqrt(total / max(1, elements))
             if noise > LARGEST_NOISE:
                 raise ValueError(
                     f"recipe='published': the variance of {kept.name_of(i)} freezes at step {kept.steps} after "
@@ -335,7 +336,7 @@ class ZeroOne(RefreshedMoments):
         one_bit = books.get("one_bit", any("reciprocal_denominator" in s for s in saved.values()))
         if phase is Phase.WARMUP and kept.compresses and one_bit and kept.layout.slots:
             self._prepare_one_bit()
-            self.load_frozen(saved)
+            self.load_frozen(saved, books)
 
     def rank_layout(self) -> dict[str, Any]:
         """See the base; also what the model of the last synchronisation is known by."""

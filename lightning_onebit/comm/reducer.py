@@ -200,18 +200,18 @@ class Reducer:
         self._spent = []
         self._armed = True
 
-    def _hook(self, index: int) -> Callable[[torch.nn.Parameter], None]:
+    def _hook(self, index: int) -> Callable[[Tensor], None]:
         # weakly: the garbage collector cannot see through hooks, and parameters that hold the reducer that holds them would live for ever
         reducer = weakref.ref(self)
 
-        def hook(param: torch.nn.Parameter) -> None:
+        def hook(_: Tensor) -> None:
             if (held := reducer()) is not None:
-                held._landed(index, param)
+                held._landed(index)
 
         return hook
 
-    def _landed(self, index: int, param: torch.nn.Parameter) -> None:
-        self.stale = True
+    def _landed(self, index: int) -> None:
+        self.stale, param = True, self.params[index]
         if not (self._armed and self.overlap and param.numel() and self.takes_part(index)):
             return
         if param.grad is not None and param.grad.layout is not torch.strided:

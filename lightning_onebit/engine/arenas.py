@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from lightning_onebit.comm import Bucket, memory_order
 from lightning_onebit.engine.layout import Layout
 from lightning_onebit.engine.masters import Comparison, adopt_
 from lightning_onebit.engine.options import ExchangeOptions
+from lightning_onebit.engine.sharded import LocalShard, Shards
 from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed, Residual, get_backend
 
 # elements treated at once where temporaries are needed, so that none grows with the model
@@ -74,6 +75,7 @@ class Arenas:
         late: those that are averaged densely until they have learned: their steps when that began, and when it may end.
         phase: see ``Phase``.
         steps: real steps made.
+        shards: what makes numbers of shards those of whole parameters; None: not connected, or nothing is sharded.
         comparison: what ``adopt()`` has begun.
     """
 
@@ -93,6 +95,7 @@ class Arenas:
         self.parameter_names: Mapping[Tensor, str] = {}
         self._first_phase = phase
         self.kernels: KernelBackend = get_backend("reference", "cpu")
+        self.shards: Shards | None = None
         self.clear()
 
     def clear(self) -> None:
@@ -237,12 +240,21 @@ class Arenas:
 
     def name_of(self, index: int) -> str:
         """Name of a parameter for messages."""
-        return self.parameter_names.get(self.layout.params[index]) or f"parameter {index}"
+        return self.parameter_names.get(self.layout.sources[index]) or f"parameter {index}"
 
     def grad(self, index: int) -> Tensor:
         """Gradient of a parameter that has one, or zeros where only other ranks have one."""
         p = self.layout.params[index]
         return torch.zeros_like(p) if p.grad is None else p.grad
+
+    def over_shards(self, rows: Tensor, indices: Sequence[int], how: Literal["sum", "max"] = "sum") -> Tensor:
+        """Numbers of local parameters, fp64 ``(parameters, k)``, to those of whole ones; a collective where something is sharded."""
+        return rows if self.shards is None else self.shards.combine(rows, indices, how)
+
+    @property
+    def anything_sharded(self) -> bool:
+        """Whether some parameter is a DTensor."""
+        return self._layout is not None and bool(self._layout.sharded)
 
     def weight(self, index: int) -> Tensor:
         """fp32 weights of a parameter: itself, or its master copy when it is a 16-bit tensor; this rank's own."""
@@ -291,7 +303,8 @@ class Arenas:
         for i in self.layout.slots:
             p, weights = self.layout.params[i], weights_of(i)
             # (there already, where a signal has broken the last call or the way back)
-            self.hidden.setdefault(i, p.data)
+            # (the memory of a shard is the module's: its contents change)
+            self.hidden.setdefault(i, p.data.clone() if isinstance(p, LocalShard) else p.data)
             p.data = weights if p.dtype == weights.dtype else torch.empty_like(p.data).copy_(weights)
         self.showing = weights_of
 
@@ -305,9 +318,10 @@ class Arenas:
 
     @torch.no_grad()
     def adopt_shown(self) -> None:
-        """Takes into what is shown what the program has written into the 16-bit copies that show it."""
+        """Takes into what is shown what the program has written into copies that show it: of 16 bits, or in the memory of shards."""
         if self.showing is not None:
-            adopt_((self.layout.params[i], self.showing(i)) for i in self.hidden.keys() & self.masters.keys())
+            copied = {i for i in self.hidden if i in self.masters or isinstance(self.layout.params[i], LocalShard)}
+            adopt_((self.layout.params[i], self.showing(i)) for i in sorted(copied))
 
     def keep_shown(self) -> None:
         """Gives what is shown memory of the parameters' own: connections end."""

@@ -264,24 +264,32 @@ class Scales:
             bucket for (bucket, _), total in zip(arrived, sums.tolist(), strict=True) if not math.isfinite(total)
         )
 
-    def check(self, arrived: Sequence[tuple[Bucket, Tensor]], step: int, *, trusted: bool) -> None:
+    def check(
+        self,
+        arrived: Sequence[tuple[Bucket, Tensor]],
+        step: int,
+        *,
+        trusted: bool,
+        anywhere: Callable[[bool], bool],
+    ) -> None:
         """Raises where what has been exchanged is not finite although nobody saw a gradient that is not.
 
         Args:
             arrived: what has come back.
             step: number of the step.
             trusted: nobody looked at the gradients before, so that the answer is needed now.
+            anywhere: whether something is so on any rank that holds shards of this replica. Collective.
         """
         if arrived and arrived[0][1].is_cuda and not trusted:
             # asked for in the next step: waiting for the device here would hold the program up
             self.unread = Download(self._sums(arrived).sum())
-        elif self.first_bad(arrived) is not None:
+        elif anywhere(self.first_bad(arrived) is not None):
             self._refuse(step, trusted)
 
-    def read(self, step: int) -> None:
+    def read(self, step: int, anywhere: Callable[[bool], bool] = bool) -> None:
         """Raises where the last step's exchange, whose scales a device was asked about, has turned out not to be finite."""
         unread, self.unread = self.unread, None
-        if unread is not None and not math.isfinite(unread.read()):
+        if unread is not None and anywhere(not math.isfinite(unread.read())):
             self._refuse(step, trusted=False)
 
     def _refuse(self, step: int, trusted: bool) -> None:

@@ -110,12 +110,13 @@ class Engine:
 
     def average(self) -> Step:
         """Makes ``.grad`` the average over ranks wherever the running step needs it so."""
-        self._refuse_sparse_gradients()
+        self.kept.layout.refuse_sparse(self.kind, self.kept.name_of)
         step = self.begin()
         if step.needs_average():
             if self.kept.layout.dense:
                 self.early.launch_rest()
             step.average()
+        step.even_out()
         return step
 
     @property
@@ -137,7 +138,7 @@ class Engine:
             return
         if step.dense:
             self._agree_now_and_then()
-        self.scales.read(self.kept.steps)
+        self.scales.read(self.kept.steps, lambda bad: self.link.any_shard(bad, self.kept.device))
         step.trusted = self.rule.scales_tell and not step.dense and self.exchange.on_nonfinite == "raise"
         verdict = step.verdict or step.judge(norm=limit is not None)
         step.active = list(verdict.present[: len(self.kept.layout.params)])
@@ -238,17 +239,6 @@ class Engine:
                 ALIKE_STEPS,
             )
 
-    def _refuse_sparse_gradients(self) -> None:
-        params, strided = self.kept.layout.params, torch.strided
-        sparse = [
-            i for i in self.kept.layout.known if (grad := params[i].grad) is not None and grad.layout is not strided
-        ]
-        if sparse:
-            raise TypeError(
-                f"{self.kept.name_of(sparse[0])} has a sparse gradient; {self.kind} trains dense gradients only (build the layer with "
-                "sparse=False)"
-            )
-
     # ----- gradients --------------------------------------------------------------------------------------------------
 
     def begin_backward(self, sync: bool) -> None:
@@ -319,6 +309,8 @@ class Engine:
             raise RuntimeError(
                 f"{kind}.freeze() at step {kept.steps}, but freeze_step={freeze_step} was given; use one or the other"
             )
+        if kept.anything_sharded and self.link.transport is None:
+            self.connect()  # denominators are those of whole tensors
         with self.changing("freeze()"):
             self._freeze_now()
 
@@ -533,7 +525,7 @@ class Engine:
         """Whether blocks, and all that lies in them, stay as they are: nobody (of ``newcomers``) joins who is to be among them."""
         if not self.rule.takes_new_parameters():
             return True
-        known = {id(before.params[i]) for i in before.slots}
+        known = {id(before.sources[i]) for i in before.slots}
         compressed = [p for group in self.kept.groups if group["compress"] for p in group["params"]]
         joins = newcomers and any(p.requires_grad and id(p) not in known for p in compressed)
         return not joins and before.fits(self.link.ranks) and before.device == self.kept.device
@@ -560,9 +552,27 @@ class Engine:
         self.link.connect(
             self.kept.steps, layout.device, self.plan_description, lambda: layout.describe_weights(name_of)
         )
+        if layout.sharded:
+            self.kept.shards = self.link.connect_shards(
+                layout.sources, layout.device, self.kept.steps + 1, self._description_for_shards
+            )
+            if self.link.shards is not None and self.exchange.overlap == "backward":
+                self.link.shards.refuse_early(name_of)
+
+    def _description_for_shards(self) -> list[str]:
+        """The plan in words, one fact per line, as far as ranks with different shards agree on it."""
+        kept = self.kept
+        facts = [line for line in self._facts() if not line.startswith("world of")]
+        return [*facts, *describe_groups(kept.groups), *kept.layout.describe_whole(kept.name_of)]
 
     def plan_description(self) -> list[str]:
         """The plan in words, one fact per line: what all ranks must agree on."""
+        kept = self.kept
+        laid_out = kept.layout.describe(kept.groups, kept.name_of) if kept.laid_out else describe_groups(kept.groups)
+        return [*self._facts(), *laid_out]
+
+    def _facts(self) -> list[str]:
+        """That of it which does not depend on parameters."""
         kept, left_out = self.kept, ("process_group", "kernels", "timeout", "_alone")
         options = {k: v for k, v in vars(self.exchange).items() if k not in left_out}
         options["bucket_mb"] = self.exchange.bucket_size(kept.device.type)
@@ -572,13 +582,13 @@ class Engine:
             f"world of {ranks.size} ranks, {ranks.ranks_per_node} per node",
             *[f"option {name}={value}" for name, value in {**options, **vars(self.rule.options)}.items()],
             f"phase {kept.phase.value} after {kept.steps} steps",
-            *(kept.layout.describe(kept.groups, kept.name_of) if kept.laid_out else describe_groups(kept.groups)),
         ]
 
     def release(self) -> None:
         """Gives hooks, buffers and groups back; state stays."""
         self.kept.keep_shown()
         self.link.release()
+        self.kept.shards = None
         self.early.remove_hooks()
         self.early.forget()
         self.kept.forget_bound()

@@ -108,8 +108,13 @@ class Late:
         kept = self._kept
         if not kept.late or not self._rule.may_take_in():
             return
-        for i, (begun, ends) in sorted(kept.late.items()):
-            if kept.t[i] >= ends and bool(kept.own[i]["v"].any()):
+        ready = [i for i, (_, ends) in sorted(kept.late.items()) if kept.t[i] >= ends]
+        if not ready:
+            return
+        known = torch.stack([kept.own[i]["v"].any() for i in ready]).double()[:, None]
+        for i, has_learned in zip(ready, kept.over_shards(known, ready, "max")[:, 0].tolist(), strict=True):
+            begun = kept.late[i][0]
+            if has_learned:
                 del kept.late[i]
                 kept.clear_residuals(i)  # (one that has started over still has what was held back before)
                 self._rule.take_in(i, kept.own.pop(i), kept.t[i] - begun)

@@ -14,6 +14,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lightning_onebit.comm import Bucket, Plan, Topology, extended_plan, is_dense, plan_buckets
 from lightning_onebit.engine.options import ExchangeOptions
+from lightning_onebit.engine.sharded import (
+    LocalShard,
+    check_dtensor,
+    describe_placement,
+    is_dtensor,
+    local_of,
+    placed,
+    source_of,
+)
 from lightning_onebit.kernels.common import bit_sums
 from lightning_onebit.kernels.transfer import upload
 
@@ -28,12 +37,13 @@ class Layout:
     Parameters go by their index in the order of ``param_groups``; "slots" are positions of exchanged ones in the plan.
 
     Attributes:
-        params: all parameters, those that do not take part (yet) among them.
+        params: all parameters, those that do not take part (yet) among them; of a DTensor the local shard.
         group_of: the parameter group of each.
         compressed_groups: by group, what ``compress`` said when it was laid out.
         slots: exchanged parameters, in the order of their slots.
         dense: parameters of ``compress=False`` groups.
-        segments: how many slots have been dealt blocks together: at first, and each time others joined behind them.
+        segments: how many slots have been dealt blocks together: at first, and each time others joined behind them; those that are sharded
+            in different ways apart, so that what all ranks of a node hold lies alike on them.
         plan: blocks and buckets of the slots.
         ranks: those that blocks are dealt to; without process groups, for it outlives a connection.
         device: where all parameters lie.
@@ -76,7 +86,7 @@ class Layout:
             segments: how many of the slots have been dealt blocks together, where that is known.
             before: a layout whose slots keep their blocks; others get theirs behind them.
         """
-        params = [p for group in groups for p in group["params"]]
+        params = [local_of(p) for group in groups for p in group["params"]]
         group_of = [g for g, group in enumerate(groups) for _ in group["params"]]
         order = {i: k for k, i in enumerate(before.slots if before is not None else known)}
         members = set(known)
@@ -98,9 +108,14 @@ class Layout:
         if before is not None:
             plan, segments = before.plan, list(before.segments)
             if joined := slots[len(before.slots) :]:
-                plan, segments = extended_plan(plan, blocks_of(joined)), [*segments, len(joined)]
+                joined, counts = _apart(joined, [len(joined)], params)
+                slots[len(before.slots) :] = joined
+                for part in _cut(joined, counts):
+                    plan = extended_plan(plan, blocks_of(part))
+                segments += counts
         else:
             segments = list(segments) if sum(segments) == len(slots) and segments else [len(slots)]
+            slots, segments = _apart(slots, segments, params)
             plan, first = blocks_of(slots[: segments[0]]), segments[0]
             for count in segments[1:]:
                 plan = extended_plan(plan, blocks_of(slots[first : first + count]))
@@ -117,6 +132,16 @@ class Layout:
         return replace(self, ranks=_without_groups(ranks))
 
     # ----- parameters --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def sources(self) -> list[torch.nn.Parameter]:
+        """All parameters, as the program knows them."""
+        return [source_of(p) for p in self.params]
+
+    @cached_property
+    def sharded(self) -> list[LocalShard]:
+        """Local shards of DTensors."""
+        return [p for p in self.params if isinstance(p, LocalShard)]
 
     @cached_property
     def slot_of(self) -> dict[int, int]:
@@ -152,7 +177,7 @@ class Layout:
             RuntimeError: other parameters, or another dtype, shape or memory order of one.
         """
         listed = [p for group in groups for p in group["params"]]
-        if len(listed) != len(self.params) or any(map(is_not, listed, self.params)):
+        if len(listed) != len(self.params) or any(map(is_not, listed, self.sources)):
             raise RuntimeError(
                 f"the parameters in {name}.param_groups are not those of the last step ({len(listed)} now, "
                 f"{len(self.params)} then); add parameters with add_param_group(), and make a new optimizer to remove or replace some"
@@ -162,6 +187,13 @@ class Layout:
                 raise RuntimeError(
                     f"compress={group['compress']!r} has been set in group {index} of {name}.param_groups, which is laid out "
                     f"for compress={compressed}; set it back, and say it before the first step or to a new optimizer"
+                )
+        for shard in self.sharded:
+            if not shard.follows:
+                raise RuntimeError(
+                    f"{name_of([id(p) for p in self.params].index(id(shard)))} has got another local shard since the last step "
+                    "(module.to(), load_state_dict(assign=True)); change the model before the first step, or make a new optimizer, which "
+                    "can load_state_dict() the state"
                 )
         for i, form in self._forms:
             p = self.params[i]
@@ -173,12 +205,26 @@ class Layout:
                     "make a new optimizer, which can load_state_dict() the state"
                 )
 
+    def refuse_sparse(self, name: str, name_of: Callable[[int], str]) -> None:
+        """Raises ``TypeError`` where a gradient is sparse."""
+        params, strided = self.params, torch.strided
+        sparse = [i for i in self.known if (grad := params[i].grad) is not None and grad.layout is not strided]
+        if sparse:
+            raise TypeError(
+                f"{name_of(sparse[0])} has a sparse gradient; {name} trains dense gradients only (build the layer with sparse=False)"
+            )
+
     def describe(self, groups: Sequence[Mapping[str, Any]], name_of: Callable[[int], str]) -> Iterator[str]:
         """Groups and parameters in words, one fact per line: what all ranks must agree on."""
         yield from describe_groups(groups)
         for i in self.known:
             p = self.params[i]
             yield f"{name_of(i)}: shape {tuple(p.shape)}, strides {p.stride()}, {p.dtype}, group {self.group_of[i]}"
+
+    def describe_whole(self, name_of: Callable[[int], str]) -> Iterator[str]:
+        """What ranks agree on that hold different shards, one fact per line."""
+        for i in self.known:
+            yield f"{name_of(i)}: {describe_placement(self.sources[i])}, {self.params[i].dtype}, group {self.group_of[i]}"
 
     def describe_weights(self, name_of: Callable[[int], str]) -> list[str]:
         """What ranks that begin with equal weights agree on: DDP would broadcast rank 0's."""
@@ -234,6 +280,24 @@ class Layout:
         return torch.segment_reduce(rows, reduction, lengths=lengths, initial=0.0, unsafe=True)[where]
 
 
+def _apart(slots: list[int], segments: Sequence[int], params: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Slots of each segment by the way in which they are sharded, and the segments of that."""
+    parts: list[list[int]] = []
+    for segment in _cut(slots, segments):
+        ways: dict[tuple[Any, ...], list[int]] = {}
+        for i in segment:
+            ways.setdefault(placed(params[i]), []).append(i)
+        parts += [part for _, part in sorted(ways.items())] or [[]]
+    return [i for part in parts for i in part], [len(part) for part in parts]
+
+
+def _cut(slots: Sequence[int], segments: Sequence[int]) -> Iterator[Sequence[int]]:
+    first = 0
+    for count in segments:
+        yield slots[first : first + count]
+        first += count
+
+
 def describe_groups(groups: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Groups in words, one fact per line."""
     for g, group in enumerate(groups):
@@ -260,7 +324,8 @@ def check_parameters(params: Sequence[Tensor], device: torch.device, kind: str) 
         kind: name of the optimizer, for messages.
 
     Raises:
-        TypeError: complex, sparse or non-floating parameters, or tensor subclasses.
+        RuntimeError: a DTensor, and torch is too old.
+        TypeError: complex, sparse or non-floating parameters, tensor subclasses, or a DTensor with a ``Partial`` placement.
         ValueError: parameters on several devices, or with gaps in memory.
     """
     for p in params:
@@ -269,12 +334,10 @@ def check_parameters(params: Sequence[Tensor], device: torch.device, kind: str) 
             raise ValueError(f"parameters on {device} and {p.device}; give each device its own optimizer")
         if not p.requires_grad:
             continue
-        if is_traceable_wrapper_subclass(p):
-            if type(p).__name__ == "DTensor":
-                raise TypeError(
-                    f"a parameter of shape {shape} is a DTensor (fully_shard, tensor parallelism), which "
-                    f"{kind} does not train yet; replicate the model on every rank"
-                )
+        if is_dtensor(p):
+            check_dtensor(p, kind)
+            p = local_of(p)
+        elif is_traceable_wrapper_subclass(p):
             raise TypeError(f"a parameter of shape {shape} is a {type(p).__name__}; {kind} trains plain tensors only")
         if p.is_sparse or p.layout is not torch.strided:
             raise TypeError(f"a parameter of shape {shape} is sparse; {kind} trains dense tensors only")

@@ -24,9 +24,11 @@ from lightning_onebit.comm import (
 from lightning_onebit.engine.agreement import Agreement
 from lightning_onebit.engine.layout import Layout
 from lightning_onebit.engine.options import ExchangeOptions
+from lightning_onebit.engine.sharded import Shards
 
 # lanes of the dense reducer: parameters in the block plan, and those of compress=False groups
 PLAN_LANE, DENSE_LANE = 0, 1
+_OPTIONS = "options of parameter groups"
 
 
 class Link:
@@ -37,6 +39,7 @@ class Link:
         topology: the ranks; None until somebody asks for ``ranks``, or says who they are.
         transport, exchange: collectives, and the two-phase exchange made of them; None while not connected.
         reducer: averages gradients densely; None where nothing is to be averaged.
+        shards: the ranks that hold the other shards of this replica; None where nothing is sharded.
     """
 
     def __init__(self, algorithm: str, exchange: ExchangeOptions) -> None:
@@ -46,6 +49,7 @@ class Link:
         self.transport: Transport | None = None
         self.exchange: Exchange | None = None
         self.reducer: Reducer | None = None
+        self.shards: Shards | None = None
         self.agreement = Agreement()
         self.timeout = timedelta(seconds=exchange.timeout)
         self.overlap_dense = True
@@ -95,7 +99,18 @@ class Link:
         """Gives hooks, buffers and groups back."""
         if self.reducer is not None:
             self.reducer.close()
-        self.reducer = self.exchange = self.transport = self.topology = None
+        self.reducer = self.exchange = self.transport = self.topology = self.shards = None
+
+    def connect_shards(
+        self, params: Sequence[Tensor], device: torch.device, step: int, plan: Callable[[], list[str]]
+    ) -> Shards | None:
+        """Connects with the ranks that hold the other shards of parameters, and compares plans with them."""
+        found = Shards(params, self.ranks, self.timeout, self._algorithm)
+        self.shards = found if found.transports else None
+        for transport in found.transports:
+            transport.step = step
+        found.compare(plan() if found.transports else [], device, "training plan of shards")
+        return self.shards
 
     def groups(self) -> set[Any]:
         """Process groups that it holds."""
@@ -161,17 +176,43 @@ class Link:
         if control.agreed:
             self.agreement.reached()
             return control
+        transport, facts = self.transport, self.agreement.facts
+        self._name_difference(step, lambda: handshake(transport, facts(), device, _OPTIONS))
+        return control
+
+    def control_shards(
+        self, step: int, squares: Sequence[float], bad: bool, flags: Sequence[bool], device: torch.device
+    ) -> tuple[list[float], bool, list[bool]]:
+        """A control round of the ranks that hold the shards of this replica; see ``Shards.agree``.
+
+        Raises:
+            PlanMismatch: on all of these ranks where they have different hyperparameters.
+        """
+        if self.shards is None:
+            return list(squares), bad, list(flags)
+        shards, facts = self.shards, self.agreement.facts
+        squares, bad, flags, agreed = shards.agree(squares, bad, flags, self.agreement.digest, device)
+        if not agreed:
+            self._name_difference(step, lambda: shards.compare(facts(), device, _OPTIONS))
+        return squares, bad, flags
+
+    def _name_difference(self, step: int, compare: Callable[[], object]) -> None:
+        """Compares options of parameter groups that are known to differ."""
         try:
-            handshake(self.transport, self.agreement.facts(), device, "options of parameter groups")
+            compare()
         except PlanMismatch as difference:
             raise PlanMismatch(
                 f"step {step}: {difference}. A scheduler that follows a metric (ReduceLROnPlateau) must see the same value on "
                 "all ranks: self.log(..., sync_dist=True)"
             ) from None
-        return control
+
+    def any_shard(self, flag: bool, device: torch.device) -> bool:
+        """Whether ``flag`` is set on any of the ranks that hold the shards of this replica. Collective."""
+        return flag if self.shards is None else self.shards.anywhere(flag, device)
 
     def any_rank(self, flag: bool, device: torch.device) -> bool:
         """Whether ``flag`` is set on any rank. Collective."""
+        flag = self.any_shard(flag, device)
         if self.ranks.size == 1:
             return flag
         assert self.transport is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +17,7 @@ from lightning_onebit.engine.arenas import Arenas, Phase
 from lightning_onebit.engine.compact import expanded
 from lightning_onebit.engine.engine import Engine
 from lightning_onebit.engine.redistribute import WHOLE, WORKER, remedy
+from lightning_onebit.engine.sharded import LocalShard, as_sharded, local_part, placed
 
 if TYPE_CHECKING:
     from lightning_onebit.engine.optimizer import OnebitOptimizer
@@ -96,8 +97,13 @@ def packed(optimizer: OnebitOptimizer) -> dict[str, Any]:
         of[i]["step"] = torch.tensor(float(kept.t[i]), dtype=torch.float32)
         if i in kept.masters:
             of[i]["master"] = rule.shared_master(i)
-    state["state"] = {i: of[i] for i in sorted(of) if kept.t[i] > 0}
+    state["state"] = {i: _as_placed(of[i], layout.params[i]) for i in sorted(of) if kept.t[i] > 0}
     return state
+
+
+def _as_placed(values: dict[str, Tensor], parameter: Tensor) -> dict[str, Tensor]:
+    """State of a parameter, in DTensors that are placed as it is, if it is one."""
+    return {key: value if key == "step" else as_sharded(value, parameter) for key, value in values.items()}
 
 
 def books(engine: Engine) -> dict[str, Any]:
@@ -132,7 +138,8 @@ def shown(optimizer: OnebitOptimizer, index: int) -> dict[str, Tensor]:
     moments = {"step": torch.tensor(float(kept.t[index]), dtype=torch.float32)}
     if index in kept.own:
         own = kept.own[index]
-        return moments | {key: own[name].clone() for name, key in rule.arenas.items() if name in own}
+        moments |= {key: own[name].clone() for name, key in rule.arenas.items() if name in own}
+        return _as_placed(moments, kept.layout.params[index])
     p = kept.layout.params[index]
     for name, key in {**rule.arenas, **rule.later_arenas}.items():
         if name in kept.flat and not kept.sharded:
@@ -143,7 +150,7 @@ def shown(optimizer: OnebitOptimizer, index: int) -> dict[str, Tensor]:
             continue
         moments[key] = part.as_strided(p.shape, p.stride())
     rule.shown(index, moments)
-    return moments
+    return _as_placed(moments, p)
 
 
 def _whole_momentum(optimizer: OnebitOptimizer, bucket: Bucket) -> Tensor:
@@ -297,6 +304,8 @@ def unpack(optimizer: OnebitOptimizer, state_dict: dict[str, Any]) -> None:
         saved = _of_plain(optimizer, saved)
     _check_saved(optimizer, saved)
     _check_complete(optimizer, saved, known)
+    params = _parameters(optimizer)
+    saved = {i: {key: local_part(value, params[i]) for key, value in of.items()} for i, of in saved.items()}
     with optimizer._engine.changing("load_state_dict()", anew=True):
         optimizer._engine.abandon()
         optimizer._shown_state.forget()
@@ -320,6 +329,8 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
     """Replaces all state by one that has been checked; ``known`` are its books, empty for those of a plain optimizer."""
     engine = optimizer._engine
     kept, rule = engine.kept, engine.rule
+    # denominators of whole parameters are in the state; loading asks nobody
+    shards, kept.shards = kept.shards, None
     kept.clear()
     if optimizer.compresses:  # (where a rank is alone, all steps are dense)
         kept.late = {i: (begun, ends) for i, (begun, ends) in known.get("late", {}).items()}
@@ -353,6 +364,7 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
         values[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)
     phase = Phase(known.get("phase", rule.first_phase))
     rule.load(phase, known, saved, engine.enter_loaded)
+    kept.shards = shards
     lost = any("reciprocal_denominator" in state for state in saved.values())
     if not known and lost and kept.phase is Phase.WARMUP:
         log.warning(
@@ -420,8 +432,19 @@ def _rank_layout(optimizer: OnebitOptimizer) -> dict[str, Any]:
         **(
             {"arenas": dict.fromkeys(rule.arenas.values(), WORKER if rule.by_shard else WHOLE)} if rule.per_rank else {}
         ),
+        # and of the shards that this rank holds
+        **(
+            {"placed": [list(map(list, placed(p))) for p in slots], "shard": _shard_of(slots)}
+            if kept.anything_sharded
+            else {}
+        ),
         **rule.rank_layout(),
     }
+
+
+def _shard_of(slots: Sequence[Tensor]) -> list[list[int]]:
+    """Coordinates of this rank in the meshes of some parameters."""
+    return [list(p.source.device_mesh.get_coordinate() or ()) if isinstance(p, LocalShard) else [] for p in slots]
 
 
 def load_rank_state(optimizer: OnebitOptimizer, state: dict[str, Any]) -> None:
@@ -430,7 +453,7 @@ def load_rank_state(optimizer: OnebitOptimizer, state: dict[str, Any]) -> None:
     mine, tensors = _rank_layout(optimizer), state["tensors"]
     keys = ["algorithm", "steps", "world_size", "ranks_per_node", "rank", "block_size", "preconditioned"]
     if tensors:  # before its first step an optimizer has no blocks, and nothing to load
-        keys += ["numels", "segments", "strides", "bucket_blocks"]
+        keys += ["numels", "segments", "strides", "placed", "shard", "bucket_blocks"]
     for key in keys:
         theirs, ours = state.get(key, False), mine.get(key, False)
         if theirs != ours:

@@ -145,6 +145,8 @@ class Step:
         self.verdict: Control | None = None
         self.clipped = False
         self.averaged_elsewhere = False
+        # gradients of parameters that are not sharded, beside others that are, have been averaged over the ranks of a replica
+        self._evened = False
 
     # ----- gradients ---------------------------------------------------------------------------------------------------
 
@@ -171,6 +173,23 @@ class Step:
         assert self.link.reducer is not None
         self._present = self.link.reducer.finish()
 
+    def even_out(self) -> None:
+        """Averages, over the ranks of a replica, gradients of parameters that all of them hold whole; once."""
+        shards, params = self.link.shards, self.kept.layout.params
+        if shards is None or self._evened:
+            return
+        self._evened = True
+        known = set(self.kept.layout.known)
+        if plain := [i for i in shards.plain if i in known]:
+            _, _, present = self.link.control_shards(
+                self.kept.steps + 1, [], False, [params[i].grad is not None for i in plain], self.kept.device
+            )
+            members = [i for i, here in zip(plain, present, strict=True) if here]
+            for i in members:
+                if params[i].grad is None:
+                    params[i].grad = torch.zeros_like(params[i])
+            shards.average([self.kept.grad(i) for i in members])
+
     def average_exchanged(self) -> None:
         """Averages densely what was to be exchanged, clipped."""
         reducer, kept = self.link.reducer, self.kept
@@ -196,22 +215,48 @@ class Step:
         shared = set(self.averaged) if link.reducer is not None else set()
         self.trusted = self.trusted and not norm
         unseen = kept.layout.slot_of.keys() - kept.cold - kept.late.keys() if self.trusted else ()
-        own = [g for i in local if i not in shared and i not in unseen and (g := params[i].grad) is not None]
-        common = [g for i in local if i in shared and (g := params[i].grad) is not None]
-        squares, bad = kept.kernels.grad_stats(own).tolist() if own else (0.0, 0)
-        bad += not bool(finite)
-        if self.averaged_elsewhere and common:
-            bad += kept.kernels.grad_stats(common)[1].item()
-        present += self._not_zero(self.rule.unheard())
-        if link.ranks.size > 1 and not self.dense:
-            control = link.control_round(kept.steps + 1, squares, int(bad), present, kept.device)
-        else:
-            control = Control(squares, bad == 0, tuple(present), 1)
-        if common and norm:
+        own, bad = self._stats([i for i in local if i not in shared and i not in unseen])
+        common, overflowed = [0.0] * len(own), 0
+        if norm or self.averaged_elsewhere:
             # averaged gradients are the same on every rank and count once
-            square = kept.kernels.grad_stats(common)[0].item()
-            control = replace(control, sum_squares=control.sum_squares + square * control.ranks)
+            common, overflowed = self._stats([i for i in local if i in shared])
+        bad += (not bool(finite)) + (overflowed if self.averaged_elsewhere else 0)
+        present, bad, (own, common) = self._judge_shards(present, bad, (own, common))
+        if link.ranks.size > 1 and not self.dense:
+            control = link.control_round(kept.steps + 1, sum(own), int(bad), present, kept.device)
+        else:
+            control = Control(sum(own), bad == 0, tuple(present), 1)
+        if norm and self.averaged:
+            control = replace(control, sum_squares=control.sum_squares + sum(common) * control.ranks)
         return control
+
+    def _stats(self, indices: Sequence[int]) -> tuple[list[float], int]:
+        """Sums of squares of some gradients, one for each way in which parameters are sharded, and how many are not finite."""
+        kept, shards = self.kept, self.link.shards
+        squares, bad = [], 0
+        for members in [indices] if shards is None else shards.by_way(indices):
+            grads = [g for i in members if (g := kept.layout.params[i].grad) is not None]
+            square, wrong = kept.kernels.grad_stats(grads).tolist() if grads else (0.0, 0)
+            squares.append(square)
+            bad += int(wrong)
+        return squares, bad
+
+    def _judge_shards(
+        self, present: list[bool], bad: int, squares: tuple[list[float], list[float]]
+    ) -> tuple[list[bool], int, tuple[list[float], list[float]]]:
+        """What this rank knows of gradients, to what all ranks of its replica know, with a flag more for each of ``unheard()``."""
+        unheard, count = self.rule.unheard(), len(present)
+        heard = self._not_zero(unheard)
+        if self.link.shards is None:
+            return [*present, *heard], bad, squares
+        # by parameter: a rule may have heard of other ones on other shards
+        flags = present + [False] * count
+        for i, here in zip(unheard, heard, strict=True):
+            flags[count + i] = here
+        both = [*squares[0], *squares[1]]
+        both, wrong, flags = self.link.control_shards(self.kept.steps + 1, both, bad > 0, flags, self.kept.device)
+        half = len(both) // 2
+        return [*flags[:count], *(flags[count + i] for i in unheard)], int(wrong), (both[:half], both[half:])
 
     def _not_zero(self, indices: Sequence[int]) -> list[bool]:
         """Which of some parameters have a gradient on this rank that is not zero everywhere."""
@@ -260,10 +305,12 @@ class Step:
             FloatingPointError: a gradient was not finite; what has been sent cannot be skipped.
         """
         kept = self.kept
-        if (bad := self.scales.first_bad(codec.arrived)) is not None:
+        bad = self.scales.first_bad(codec.arrived)
+        if self.link.any_shard(bad is not None, kept.device):
+            where = f" (bucket {bad.index})" if bad is not None else ""
             raise FloatingPointError(
                 f"step {kept.steps + 1}: a gradient of some rank that is not finite, or whose square overflows fp32, has entered the "
-                f"exchange (bucket {bad.index}). With overlap='backward' gradients leave before all of them can be checked, so the step "
+                f"exchange{where}. With overlap='backward' gradients leave before all of them can be checked, so the step "
                 "cannot be skipped; resume from the last checkpoint with overlap='step'"
             )
         self.trusted = True  # the scales have told of what was compressed
@@ -334,7 +381,12 @@ class Step:
         codec.end()
         self.kept.units |= {i: unit for i, unit in units.items() if self.active[i] and unit}
         self.forget_numbers()
-        self.scales.check(codec.arrived, self.kept.steps + 1, trusted=self.trusted)
+        self.scales.check(
+            codec.arrived,
+            self.kept.steps + 1,
+            trusted=self.trusted,
+            anywhere=lambda bad: self.link.any_shard(bad, self.kept.device),
+        )
 
     def _residual_units(self) -> dict[int, float]:
         """By exchanged parameter, in units of what its residuals are after this step; empty: of nothing that changes."""
