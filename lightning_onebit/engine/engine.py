@@ -174,8 +174,7 @@ class Engine:
             skipped=skipped,
             dense_bytes=ring_bytes(self.link.ranks.size, wire),
         )
-        if self.link.transport is not None:
-            self.link.transport.step = self.kept.steps + 1
+        self.link.begin_step(self.kept.steps + 1)
 
     def skip(self, dense: bool) -> None:
         """Counts a step that is not made.

@@ -84,7 +84,7 @@ class Link:
         """
         ranks = self.ranks
         self.transport = Transport(ranks, self.ledger, self.timeout, self._algorithm)
-        self.transport.step = steps + 1
+        self.begin_step(steps + 1)
         self.exchange = Exchange(self.transport)
         self.agreement = Agreement()
         if ranks.size > 1:
@@ -94,6 +94,12 @@ class Link:
             handshake(apart, plan(), device, "training plan")
             if not steps:
                 handshake(apart, weights(), device, "first weights")
+
+    def begin_step(self, step: int) -> None:
+        """Number of the step that failures name from now on."""
+        for transport in (self.transport, *(self.shards.transports if self.shards is not None else ())):
+            if transport is not None:
+                transport.step = step
 
     def release(self) -> None:
         """Gives hooks, buffers and groups back."""
@@ -107,8 +113,7 @@ class Link:
         """Connects with the ranks that hold the other shards of parameters, and compares plans with them."""
         found = Shards(params, self.ranks, self.timeout, self._algorithm)
         self.shards = found if found.transports else None
-        for transport in found.transports:
-            transport.step = step
+        self.begin_step(step)
         found.compare(plan() if found.transports else [], device, "training plan of shards")
         return self.shards
 

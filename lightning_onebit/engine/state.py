@@ -372,8 +372,7 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
             "alone), so %s goes on in the warm-up; keep optimizer.state_dict()['onebit'] beside it, and add it before loading",
             type(optimizer).__name__,
         )
-    if optimizer._engine.link.transport is not None:
-        optimizer._engine.link.transport.step = kept.steps + 1
+    engine.link.begin_step(kept.steps + 1)
 
 
 def lay_out(optimizer: OnebitOptimizer, **how: Any) -> None:
