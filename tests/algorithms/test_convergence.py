@@ -93,12 +93,13 @@ def train(
     rank: int,
     world: int,
     steps: int = STEPS,
+    freeze_step: int = FREEZE_STEP,
 ) -> Any:
     """Validation losses at the freeze and at the end."""
     share = BATCH // world
     at_freeze = math.nan
     for step in range(steps):
-        if step == FREEZE_STEP:
+        if step == freeze_step:
             at_freeze = validation_loss(model)
         optimizer.param_groups[0]["lr"] = lr * schedule(step, steps)
         optimizer.zero_grad()
@@ -109,16 +110,16 @@ def train(
     return at_freeze, validation_loss(model)
 
 
-def train_on_text(rank: int, world: int, compressed: bool) -> dict[str, Any]:
+def train_on_text(rank: int, world: int, compressed: bool, steps: int, freeze_step: int) -> dict[str, Any]:
     model = Model()
     optimizer: torch.optim.Optimizer
     if compressed:
-        optimizer = OnebitAdam(model.parameters(), lr=LR, weight_decay=0.01, freeze_step=FREEZE_STEP)
+        optimizer = OnebitAdam(model.parameters(), lr=LR, weight_decay=0.01, freeze_step=freeze_step)
         trained: nn.Module = model
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
         trained = DistributedDataParallel(model)
-    at_freeze, loss = train(model, trained, optimizer, LR, rank, world)
+    at_freeze, loss = train(model, trained, optimizer, LR, rank, world, steps, freeze_step)
     result = {"loss": loss, "at_freeze": at_freeze, "weights": model.head.detach().numpy()}
     if isinstance(optimizer, OnebitAdam):
         result |= {"compressed_steps": optimizer.ledger.compressed_steps, "ratio": optimizer.ledger.ratio}
@@ -126,12 +127,18 @@ def train_on_text(rank: int, world: int, compressed: bool) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(180)
-def test_onebit_adam_reaches_the_loss_of_ddp_with_adamw_within_two_percent() -> None:
-    dense = run_ranks(train_on_text, 2, False, timeout=120)[0]
-    onebit = run_ranks(train_on_text, 2, True, timeout=120)
-    assert onebit[0]["compressed_steps"] == STEPS - FREEZE_STEP - 8, "8 refreshes"
-    # 40 of 160 steps dense: 1 / (0.25 + 0.75 / 31.5) = 3.7 before padding
-    assert onebit[0]["ratio"] > 3.4
+@pytest.mark.parametrize(
+    # a share w of dense steps: 1 / (w + (1 - w) / 31.5) is 3.3 and 3.7 before padding
+    ("steps", "freeze_step", "refreshes", "ratio"),
+    [(80, 20, 3, 3.0), pytest.param(STEPS, FREEZE_STEP, 8, 3.4, marks=pytest.mark.nightly)],
+)
+def test_onebit_adam_reaches_the_loss_of_ddp_with_adamw_within_two_percent(
+    steps: int, freeze_step: int, refreshes: int, ratio: float
+) -> None:
+    dense = run_ranks(train_on_text, 2, False, steps, freeze_step, timeout=120)[0]
+    onebit = run_ranks(train_on_text, 2, True, steps, freeze_step, timeout=120)
+    assert onebit[0]["compressed_steps"] == steps - freeze_step - refreshes
+    assert onebit[0]["ratio"] > ratio
     assert (onebit[0]["weights"] == onebit[1]["weights"]).all()
     # most of the way is made after the freeze, so a compressed stage that learns nothing fails by far
     assert dense["loss"] < 0.9 * dense["at_freeze"]

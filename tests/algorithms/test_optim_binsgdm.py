@@ -86,7 +86,7 @@ def sparse(steps: int = 18, **options: Any) -> Sparse:
 )
 def test_follows_the_oracle_with_the_draws_of_the_library(recipe: str, world: int, real: bool) -> None:
     """Weights after every step and both averages of every rank at the end; what signs cannot say is kept by the default recipe."""
-    made = sparse(18 if world < 64 else 9, recipe=recipe, seed=77, beta=0.7)
+    made = sparse(18 if world < 64 else 5, recipe=recipe, seed=77, beta=0.7)
     seen: list[Any] = []
     uniform = made.uniform(world)
     simulated = made.simulate(world, lambda o, t: seen.append([a.copy() for a in o.x]), uniform=uniform)

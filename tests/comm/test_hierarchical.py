@@ -72,8 +72,11 @@ def from_state(
     return {**snapshot(optimizer, params), "trajectory": trajectory, "records": records}
 
 
-@pytest.mark.parametrize("algorithm", OF_GRADIENTS)
-@pytest.mark.parametrize(("ranks_per_node", "nodes"), NODES)
+# every algorithm in two of the three arrangements
+@pytest.mark.parametrize(
+    ("algorithm", "ranks_per_node", "nodes"),
+    [(a, *NODES[(i + more) % len(NODES)]) for i, a in enumerate(OF_GRADIENTS) for more in (0, 1)],
+)
 def test_hierarchical_is_bitwise_the_flat_exchange_run_on_node_means(
     algorithm: str, ranks_per_node: int, nodes: int
 ) -> None:
@@ -157,7 +160,7 @@ def test_follows_the_oracle_of_nodes_through_the_freeze(algorithm: str) -> None:
     ("algorithm", "ranks_per_node", "nodes"),
     [
         *((algorithm, *NODES[number % 3]) for number, algorithm in enumerate(ALGORITHMS)),
-        *(("onebit_adam", 2, 3), ("onebit_adam", 3, 2), ("binsgdm", 2, 3)),
+        ("binsgdm", 2, 3),
     ],
 )
 def test_bytes_between_nodes_equal_the_formula_and_collectives_are_four_per_bucket(

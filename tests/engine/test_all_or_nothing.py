@@ -189,7 +189,7 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("waits")
 @pytest.mark.parametrize(
     "seeds",
-    [range(16), pytest.param(range(16, 400), marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
+    [range(8), pytest.param(range(8, 400), marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])],
     ids=["some", "many"],
 )
 def test_what_can_be_saved_after_a_step_that_was_broken_anywhere_is_one_whole_steps(seeds: range) -> None:

@@ -27,7 +27,7 @@ from lightning_onebit.engine import OnebitOptimizer, Phase
 STEPS = 12
 SHAPES = ((), (1,), (0,), (31,), (33,), (64,), (5, 9), (3, 0), (2, 3, 11), (130,))
 #: random examples per algorithm: a few in every run of the tests, more than 1,000 in all with `pytest -m nightly`
-FEW, MANY = 15, 260
+FEW, MANY = 10, 260
 
 
 @dataclass(frozen=True)

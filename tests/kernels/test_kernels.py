@@ -104,6 +104,21 @@ def assert_packed(packed: Packed, expected: Sequence[tuple[np.float32, np.ndarra
 
 
 SIZES = [(1,), (7,), (32,), (33, 1), (64, 2049, 5), (4097,), (100, 100, 100)]
+BLOCK_SIZES = [32, 64, 96, 2048]
+#: what ``compress`` is given: gradient, whether it is preconditioned, momentum
+GIVEN = [
+    (gradient, preconditioned, momentum)
+    for gradient in ("none", "flat", "spans")
+    for preconditioned in ((False, True) if gradient != "none" else (False,))
+    for momentum in ("none", "flat", "packed")
+]
+# two of the seven sizes for each: all sizes with each block size, and with each of what is given
+COMPRESSED = [
+    (*given, block_size, SIZES[(i + 2 * j + more) % len(SIZES)])
+    for i, given in enumerate(GIVEN)
+    for j, block_size in enumerate(BLOCK_SIZES)
+    for more in (0, 1)
+]
 
 
 # ----- the wire format -----------------------------------------------------------------------------------------------------------
@@ -153,12 +168,7 @@ def test_unpack_inverts_compress(kernels: KernelBackend, block_size: int) -> Non
 # ----- compress ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("block_size", [32, 64, 96, 2048])
-@pytest.mark.parametrize("sizes", SIZES)
-@pytest.mark.parametrize("momentum", ["none", "flat", "packed"])
-@pytest.mark.parametrize(
-    ("gradient", "preconditioned"), [("none", False), *((g, p) for g in ("flat", "spans") for p in (False, True))]
-)
+@pytest.mark.parametrize(("gradient", "preconditioned", "momentum", "block_size", "sizes"), COMPRESSED)
 def test_compress_follows_the_definition(
     kernels: KernelBackend, sizes: tuple[int, ...], block_size: int, momentum: str, gradient: str, preconditioned: bool
 ) -> None:

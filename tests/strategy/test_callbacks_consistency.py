@@ -61,7 +61,7 @@ def _spoiled(rank: int, world: int, *args: Any) -> tuple[int, str]:
     return _run(rank, *args)
 
 
-@pytest.mark.parametrize("spoiled", [0, 2, 3])
+@pytest.mark.parametrize("spoiled", [0, 3])
 def test_one_flipped_bit_is_found_on_every_rank_and_named(spoiled: int) -> None:
     results = run_ranks(_spoiled, 3, 4, spoiled, 20, 5)
     assert len(set(results)) == 1, "every rank must raise alike"

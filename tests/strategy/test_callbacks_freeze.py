@@ -134,19 +134,21 @@ def test_each_of_several_optimizers_is_frozen_by_its_own_steps(said: list[str]) 
     assert "OnebitAdam 0 made 4" in switches[0] and "OnebitAdam 1 made 4" in switches[1]
 
 
-@pytest.mark.parametrize("automatic", [True, False])
 @pytest.mark.parametrize(
-    ("options", "rises", "by_batches", "by_steps"),
+    ("options", "rises", "by_batches", "by_steps", "automatic"),
     [
-        ({"at": 0.2}, False, 20, 4),
-        ({}, True, 20, 4),
-        ({}, False, 10, 2),
-        ({"earliest": 0.15}, False, 15, 3),
-        ({"earliest": 9}, True, 20, 9),
-        ({"earliest": 9}, False, 9, 9),
-        ({"latest": 20}, True, 20, 20),
-        ({"latest": 20, "earliest": 0.15}, False, 15, 3),
-        ({"at": 20}, False, 20, 20),
+        ({"at": 0.2}, False, 20, 4, False),
+        ({"at": 0.2}, False, 20, 4, True),
+        ({}, True, 20, 4, False),
+        ({}, False, 10, 2, False),
+        ({}, False, 10, 2, True),
+        ({"earliest": 0.15}, False, 15, 3, False),
+        ({"earliest": 9}, True, 20, 9, False),
+        ({"earliest": 9}, True, 20, 9, True),
+        ({"earliest": 9}, False, 9, 9, False),
+        ({"latest": 20}, True, 20, 20, False),
+        ({"latest": 20, "earliest": 0.15}, False, 15, 3, False),
+        ({"at": 20}, False, 20, 20, False),
     ],
 )
 def test_a_share_of_the_run_is_one_of_batches_for_an_optimizer_that_steps_in_few_of_them(

@@ -88,8 +88,10 @@ def algorithm_rank(rank: int, world: int, algorithm: str, ranks_per_node: int | 
     }
 
 
-@pytest.mark.parametrize("algorithm", list(OPTIONS))
-@pytest.mark.parametrize(("world", "ranks_per_node"), [(2, None), (4, 2)])
+@pytest.mark.parametrize(
+    ("algorithm", "world", "ranks_per_node"),
+    [*((algorithm, 4, 2) for algorithm in OPTIONS), *((a, 2, None) for a in ("zero_one_adam", "binsgdm"))],
+)
 def test_every_algorithm_trains_replicas_that_everybody_sees_equal(
     algorithm: str, world: int, ranks_per_node: int | None
 ) -> None:
