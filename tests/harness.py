@@ -44,14 +44,7 @@ _PRELOAD = [
     "hypothesis.strategies",
 ]
 # after what a test module adds: the package then finds the Lightning trees loaded, and its import registers with them once, not per rank
-_PRELOAD_LAST = [
-    "lightning_onebit",
-    "lightning_onebit.kernels.cpu",
-    "oracle",
-    "optim_support",
-    "lightning_support",
-    "huge_pages",
-]
+_PRELOAD_LAST = ["lightning_onebit", "lightning_onebit.kernels.cpu", "oracle", "optim_support", "lightning_support"]
 
 #: seconds that surviving ranks get to finish once a rank has failed
 GRACE = 5.0

@@ -244,6 +244,8 @@ class FabricMixin(Adapter):
             optimizer.release_communication()
             served.groups.destroy()
             self._join(served.groups, [optimizer], ValueError, parameter_names=self._names)
+            # a group ends on one rank before the others have connected: a second set-up must not destroy it by then
+            self.barrier()
         if known is None:
             self._served.append(served)
         return optimizer
