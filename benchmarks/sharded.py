@@ -4,8 +4,9 @@
 
 Every host is a network namespace with several ranks. The model is sharded over the ranks of a host, whose traffic stays on the
 namespace's loopback and is not shaped, and replicated over the hosts, whose links are shaped with tbf. All methods train the same
-transformer on the same batches, one after the other in every round. Reported are medians, bytes that a host's card has sent (counted
-by the kernel, TCP/IP headers included) beside those of the ledger, and ratios.
+transformer on the same batches and take their steps in turn (A B C A B C ...), so that a machine whose speed drifts drifts for all.
+Layers stay gathered from forward to backward in all of them, as it is processors, not memory, that are scarce here. Reported are
+medians, medians of the ratios of a turn, and bytes that a host's card has sent (counted by the kernel, TCP/IP headers included).
 
 ``local`` is our whole training step in which the exchange goes to copies in memory: computing, gathers within the host, kernels.
 The floor of a compressed step is ``local`` plus the bytes that must cross over the bandwidth.
@@ -38,6 +39,7 @@ LABELS = {
     "onebit_backward": "1-bit Adam, overlapped",
 }
 HSDP = ("hsdp", "hsdp_overlapped")
+WARM_UP = 3  # steps: the dense one, the first touch of memory, gloo's connections
 SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
 
 
@@ -51,7 +53,6 @@ class Setting:
     layers: int
     batch: int
     length: int
-    rounds: int
     steps: int
     megabits: float
 
@@ -110,7 +111,7 @@ def _method(name: str, setting: Setting, mesh: Any) -> tuple[Callable[[Any, Any]
     model = transformer(setting.width, setting.layers)
     on = mesh if name == "hsdp" else mesh["shard"]
     for layer in model.body.layers:
-        fully_shard(layer, mesh=on)
+        fully_shard(layer, mesh=on, reshard_after_forward=False)
     fully_shard(model, mesh=on)
     replicas = mesh["replicate"].get_group()
 
@@ -184,31 +185,22 @@ def worker(setting: Setting, out: Path) -> None:
     generator = torch.Generator().manual_seed(rank)
     elements = sum(p.numel() for p in transformer(setting.width, setting.layers).parameters())
     bandwidths = _bandwidths(mesh, elements)
-    times: dict[str, list[float]] = {}
-    facts: dict[str, dict[str, Any]] = {}
-    crossed: dict[str, list[float]] = {}
-    warm = 3  # the dense step, the first touch of memory, gloo's connections
-    for turn in range(setting.rounds):
-        for name in setting.methods:
-            step, told = _method(name, setting, mesh)
-            seconds: list[float] = []
-            before = 0
-            for number in range(warm + setting.steps):
-                x = torch.randint(0, 256, (setting.batch, setting.length + 1), generator=generator)
-                dist.barrier()
-                if number == warm:
-                    before = int(SENT.read_text())
-                start = time.perf_counter()
-                step(x[:, :-1], x[:, 1:])
-                dist.barrier()  # the step of a world ends with its last rank
-                seconds.append(time.perf_counter() - start)
-            crossed.setdefault(name, []).append((int(SENT.read_text()) - before) / setting.steps)
-            times.setdefault(name, []).extend(seconds[warm:])
-            facts[name] = told() | {"card_bytes": statistics.median(crossed[name])}
-            if rank == 0:
-                print(f"round {turn + 1}/{setting.rounds} {name}: {statistics.median(times[name]) * 1e3:.0f} ms", flush=True)
-            del step, told
-            gc.collect()
+    methods = {name: _method(name, setting, mesh) for name in setting.methods}
+    times: dict[str, list[float]] = {name: [] for name in methods}
+    crossed: dict[str, list[int]] = {name: [] for name in methods}
+    for number in range(WARM_UP + setting.steps):
+        x = torch.randint(0, 256, (setting.batch, setting.length + 1), generator=generator)
+        for name, (step, _) in methods.items():
+            dist.barrier()
+            before, start = int(SENT.read_text()), time.perf_counter()
+            step(x[:, :-1], x[:, 1:])
+            dist.barrier()  # the step of a world ends with its last rank
+            if number >= WARM_UP:
+                times[name].append(time.perf_counter() - start)
+                crossed[name].append(int(SENT.read_text()) - before)
+        if rank == 0:
+            print(f"step {number + 1}: {({name: round(values[-1], 3) for name, values in times.items() if values})}", flush=True)
+    facts = {name: told() | {"card_bytes": statistics.median(crossed[name])} for name, (_, told) in methods.items()}
     if rank == 0:
         result = {
             "hosts": shape[0],
@@ -220,6 +212,9 @@ def worker(setting: Setting, out: Path) -> None:
         }
         out.write_text(json.dumps(result))
     dist.barrier()
+    # optimizers hold process groups, whose threads must end before the interpreter does
+    del methods, step
+    gc.collect()
     dist.destroy_process_group()
 
 
@@ -242,23 +237,28 @@ def measure(setting: Setting, hosts: int, timeout: float, prefix: str = "onebit"
 
 
 def floor(result: dict[str, Any]) -> dict[str, float]:
-    """Our step against its floor and against HSDP's; the wire's time is that of the payload of all ranks of a host."""
-    steps, facts = result["step_seconds"], result["facts"].get("onebit")
-    if not facts or "local" not in steps:
+    """The faster of our steps against its floor and the faster HSDP step; the wire's time is that of the payload of all ranks of a host."""
+    from _common import ratio
+
+    steps, every, facts = result["step_seconds"], result["all_step_seconds"], result["facts"]
+    ours = min((name for name in steps if name.startswith("onebit")), key=lambda name: steps[name], default=None)
+    if ours is None or "local" not in steps:
         return {}
-    ours = min(steps[name] for name in ("onebit", "onebit_backward") if name in steps)
-    wire = result["setting"]["ranks_per_host"] * facts["bytes_sent"] / (result["megabits"] * 1e6 / 8)
-    found = {"wire_seconds": wire, "floor_seconds": wire + steps["local"], "step_over_floor": ours / (wire + steps["local"])}
-    if dense := [steps[name] for name in HSDP if name in steps]:
-        found["hsdp_over_step"] = min(dense) / ours
+    wire = result["setting"]["ranks_per_host"] * facts[ours]["bytes_sent"] / (result["megabits"] * 1e6 / 8)
+    over = statistics.median(a / (wire + b) for a, b in zip(every[ours], every["local"], strict=True))
+    found = {"wire_seconds": wire, "floor_seconds": wire + steps["local"], "step_over_floor": over}
+    if dense := min((name for name in HSDP if name in steps), key=lambda name: steps[name], default=None):
+        found["hsdp_over_step"] = ratio(every, dense, ours)
     return found
 
 
 def table(result: dict[str, Any]) -> str:
     """One network's results as text."""
+    from _common import ratio
+
     steps, setting = result["step_seconds"], result["setting"]
     ranks = setting["ranks_per_host"]
-    fastest = min((steps[name] for name in HSDP if name in steps), default=0.0)
+    fastest = min((name for name in HSDP if name in steps), key=lambda name: steps[name], default=None)
     lines = [
         f"{result['hosts']} hosts of {ranks} ranks, {result['megabits']:g} Mb/s ({result['bandwidths']['between'] / 1e6:.0f} in an "
         f"all-reduce, {result['bandwidths']['within'] / 1e6:,.0f} within a host), {result['elements'] / 1e6:.1f} M parameters, "
@@ -268,8 +268,8 @@ def table(result: dict[str, Any]) -> str:
     for name, seconds in steps.items():
         facts = result["facts"][name]
         counted = f"{ranks * facts['bytes_sent'] / 1e6:.2f}" if "bytes_sent" in facts and name != "local" else ""
-        ratio = f"{fastest / seconds:.2f}x" if fastest else ""
-        lines.append(f"  {LABELS[name]:<38}{seconds * 1e3:>9.0f}{facts['card_bytes'] / 1e6:>12.2f}{counted:>12}{ratio:>11}")
+        times = f"{ratio(result['all_step_seconds'], fastest, name):.2f}x" if fastest else ""
+        lines.append(f"  {LABELS[name]:<38}{seconds * 1e3:>9.0f}{facts['card_bytes'] / 1e6:>12.2f}{counted:>12}{times:>11}")
     if f := result["floor"]:
         lines.append(
             f"  the faster of our steps is {f['step_over_floor']:.2f}x its floor: {f['wire_seconds'] * 1e3:.0f} ms wire + "
@@ -312,8 +312,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--batch", type=int, default=1, help="sequences per rank")
     parser.add_argument("--length", type=int, default=32, help="tokens per sequence")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5, help="measured steps per method and round")
+    parser.add_argument("--steps", type=int, default=10, help="measured steps of each method")
     parser.add_argument("--timeout", type=float, default=1500.0, help="seconds per network")
     parser.add_argument("--name", default="sharded", help="of the result files")
     parser.add_argument("--prefix", default="onebit", help="of the namespaces' names; two runs at once need two")
