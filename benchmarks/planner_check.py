@@ -168,7 +168,18 @@ def sharded(file: str = "sharded.json") -> list[Row]:
 
 def sharded_models() -> str:
     """What HSDP and 1-bit Adam on its shards should cost where nothing was measured."""
-    heads = ("model", "Gb/s", "HSDP fp32, s", "HSDP bf16, s", "1-bit Adam, s", "gain", "GB/node", "ours", "AdamW GB/GPU", "ours")
+    heads = (
+        "model",
+        "Gb/s",
+        "HSDP fp32, s",
+        "HSDP bf16, s",
+        "1-bit Adam, s",
+        "gain",
+        "GB/node",
+        "ours",
+        "AdamW GB/GPU",
+        "ours",
+    )
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for model, (params, compute) in SHARDED_MODELS.items():
         for gigabits in SHARDED_GIGABITS:

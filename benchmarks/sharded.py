@@ -199,7 +199,10 @@ def worker(setting: Setting, out: Path) -> None:
                 times[name].append(time.perf_counter() - start)
                 crossed[name].append(int(SENT.read_text()) - before)
         if rank == 0:
-            print(f"step {number + 1}: {({name: round(values[-1], 3) for name, values in times.items() if values})}", flush=True)
+            print(
+                f"step {number + 1}: { ({name: round(values[-1], 3) for name, values in times.items() if values}) }",
+                flush=True,
+            )
     facts = {name: told() | {"card_bytes": statistics.median(crossed[name])} for name, (_, told) in methods.items()}
     if rank == 0:
         result = {
@@ -269,7 +272,9 @@ def table(result: dict[str, Any]) -> str:
         facts = result["facts"][name]
         counted = f"{ranks * facts['bytes_sent'] / 1e6:.2f}" if "bytes_sent" in facts and name != "local" else ""
         times = f"{ratio(result['all_step_seconds'], fastest, name):.2f}x" if fastest else ""
-        lines.append(f"  {LABELS[name]:<38}{seconds * 1e3:>9.0f}{facts['card_bytes'] / 1e6:>12.2f}{counted:>12}{times:>11}")
+        lines.append(
+            f"  {LABELS[name]:<38}{seconds * 1e3:>9.0f}{facts['card_bytes'] / 1e6:>12.2f}{counted:>12}{times:>11}"
+        )
     if f := result["floor"]:
         lines.append(
             f"  the faster of our steps is {f['step_over_floor']:.2f}x its floor: {f['wire_seconds'] * 1e3:.0f} ms wire + "

@@ -24,7 +24,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import slow_network
-from _common import RESULTS, echo_group, horizontal_bars, machine_info, medians, ratio, side_by_side, transformer, write_json
+from _common import (
+    RESULTS,
+    echo_group,
+    horizontal_bars,
+    machine_info,
+    medians,
+    ratio,
+    side_by_side,
+    transformer,
+    write_json,
+)
 
 
 def _setting(layers: int) -> slow_network.Setting:

@@ -169,8 +169,8 @@ class ForecastReport:
             rows.append((p.title, step, mean, sent, share, f"{p.speedup_fp32:.2f}", f"{p.speedup_fp16:.2f}"))
         sharded = f"sharded over {cluster.shards} of them, " if cluster.shards > 1 else ""
         head = (
-            f"{format_millions(job.elements)} parameters, {cluster.gpus} GPUs, {cluster.gpus_per_node} per node, "
-            f"{sharded}{format_bits(cluster.bandwidth)} per node, {format_seconds(job.compute)} of computation per step, {job.steps:,} steps"
+            f"{format_millions(job.elements)} parameters, {cluster.gpus} GPUs, {cluster.gpus_per_node} per node, {sharded}"
+            f"{format_bits(cluster.bandwidth)} per node, {format_seconds(job.compute)} of computation per step, {job.steps:,} steps"
         )
         legend = (
             "step: after the warm-up; mean, and the factors over dense training: whole run; MB/node: sent by a node's card per step; "
@@ -293,7 +293,9 @@ def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str) -> Predic
     algorithm = find_algorithm(name)
     name, optimizer = algorithm.name, algorithm.optimizer
     if cluster.gpus == 1:  # nothing is exchanged and nothing compressed
-        return Prediction(name, layout, job.compute, job.compute, job.compute, 0.0, 0.0, 1.0, ADAMW_STATE_BYTES * job.elements)
+        return Prediction(
+            name, layout, job.compute, job.compute, job.compute, 0.0, 0.0, 1.0, ADAMW_STATE_BYTES * job.elements
+        )
     rounds = _rounds(job, name)
     wire, node_bytes = _exchange(cluster, job, name, layout)
     hides = job.overlap == "backward" and _overlaps(algorithm)
