@@ -60,7 +60,8 @@ def sharded_model(chosen: argparse.Namespace, mesh: DeviceMesh) -> nn.Module:
     model = ByteGPT(chosen.layers, chosen.width)
     for layer in model.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def tensor_bytes() -> int:
@@ -124,13 +125,13 @@ def run(chosen: argparse.Namespace) -> None:
     sent = torch.tensor([total.dense_bytes, total.bytes_sent, last.dense_bytes, last.bytes_sent], dtype=torch.float64)
     dist.all_reduce(sent, group=mesh["shard"].get_group())
     if dist.get_rank() == 0:
-        dense_run, run, dense_step, step = (sent / 1e6).tolist()
+        dense_run, ours_run, dense_step, step = (sent / 1e6).tolist()
         elements = sum(p.numel() for p in model.parameters())
         print(f"{elements:,} parameters, {nodes} nodes of {chosen.ranks_per_node} ranks, {chosen.steps} steps")
         print(f"{'':<13}{'loss':>7}{'MB a node sent':>16}{'in the last step':>18}{'optimizer MB per rank':>23}")
         for name, *row in (
             ("HSDP, AdamW", dense_loss, dense_run, dense_step, dense_memory / 1e6),
-            ("1-bit Adam", loss, run, step, memory / 1e6),
+            ("1-bit Adam", loss, ours_run, step, memory / 1e6),
         ):
             print(f"{name:<13}{row[0]:>7.3f}{row[1]:>16.2f}{row[2]:>18.4f}{row[3]:>23.2f}")
     onebit.release_communication()  # its groups, before they are destroyed
@@ -141,7 +142,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    options.add_argument("--steps", type=int, default=150, help="optimizer steps; a fifth of them is dense")
+    options.add_argument("--steps", type=int, default=100, help="optimizer steps; a fifth of them is dense")
     options.add_argument("--layers", type=int, default=2, help="transformer layers")
     options.add_argument("--width", type=int, default=128, help="of the model, a multiple of 32")
     options.add_argument("--ranks-per-node", type=int, default=2, help="that shard the model")

@@ -287,9 +287,9 @@ def _predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pre
 def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str) -> Prediction:
     """The same of ranks of which each has what it exchanges for itself."""
     dense, dense_bytes = _dense_step(cluster, job, DENSE.get(name, job.gradient_bytes))
+    adamw_state = ADAMW_STATE_BYTES * job.elements
     if name in DENSE:
-        state = ADAMW_STATE_BYTES * job.elements
-        return Prediction(name, "flat", dense, dense, dense, dense - job.compute, dense_bytes, 1.0, state)
+        return Prediction(name, "flat", dense, dense, dense, dense - job.compute, dense_bytes, 1.0, adamw_state)
     algorithm = find_algorithm(name)
     name, optimizer = algorithm.name, algorithm.optimizer
     if cluster.gpus == 1:  # nothing is exchanged and nothing compressed
