@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from lightning_onebit.algorithms import LocalSteps
 from lightning_onebit.algorithms.schedules import SyncPolicy, replay_schedule
@@ -139,31 +140,33 @@ def shaped(file: str) -> tuple[str, list[Row]]:
 
 
 def sharded(file: str = "sharded.json") -> list[Row]:
-    """Step times of sharded models over our shaped networks, from the same numbers as ``shaped``.
+    """Step times of sharded models over our shaped networks, from the same numbers as ``shaped``; means over the runs in the file.
 
     FSDP2's own all-reduce hides behind nothing with gloo. Ranks share cores, and with them the speed of memory.
     """
     content = json.loads((RESULTS / file).read_text())
     kernels = json.loads((RESULTS / "kernels_1thread.json").read_text())["steps"]["one tensor"]
     memory = ADAMW_BYTES * kernels["elements"] / kernels["median_seconds"]["adamw_fused"]
-    rows = []
+    pairs: dict[str, list[tuple[float, float]]] = {}
     for result in content["results"]:
         ranks = result["setting"]["ranks_per_host"]
-        gpus, bandwidth = ranks * result["hosts"], result["bandwidths"]["between"]
+        gpus = ranks * result["hosts"]
         cluster = Cluster(
             gpus=gpus,
             gpus_per_node=ranks,
             shards=ranks,
-            bandwidth=bandwidth,
+            bandwidth=result["bandwidths"]["between"],
             memory_bandwidth=memory * min(1.0, content["machine"]["cores"] / gpus),
         )
         steps = result["step_seconds"]
         for name, (method, hidden) in SHARDED_METHODS.items():
             job = Job(params=result["elements"], compute=steps["none"], hidden=hidden)
-            found = 1e3 * predict(cluster, job, method).step_seconds
-            caption = f"{result['megabits']:,g} Mb/s, {bandwidth / 1e6:.0f} in an all-reduce"
-            rows.append(Row(f"{name} | {caption}", found, 1e3 * steps[name], "ms"))
-    return rows
+            found = predict(cluster, job, method).step_seconds
+            pairs.setdefault(f"{name} | {result['megabits']:,g} Mb/s", []).append((found, steps[name]))
+    return [
+        Row(what, 1e3 * fmean(found for found, _ in both), 1e3 * fmean(seconds for _, seconds in both), "ms")
+        for what, both in pairs.items()
+    ]
 
 
 def sharded_models() -> str:
