@@ -117,8 +117,12 @@ def test_state_per_parameter_is_what_the_docs_say() -> None:
         assert float(re.findall(r"`([\d.]+) \+ 4/n", row[1])[0]) == pytest.approx(said, abs=0.05)
 
 
-def test_our_sharded_runs_are_predicted_within_15_per_cent() -> None:
+def test_our_sharded_runs_are_predicted_within_15_per_cent_but_for_overlapped_averages() -> None:
+    """Sending during backward takes cores from it, which docs/planner.md says: there the planner is up to 25 % too fast."""
     rows = planner_check.sharded()
     assert [row.what.split()[0] for row in rows] == 2 * list(planner_check.SHARDED_METHODS), "two networks"
     for row in rows:
-        assert abs(row.error) < 0.15, row
+        if row.what.startswith("hsdp_overlapped"):
+            assert -0.25 < row.error < 0, row
+        else:
+            assert abs(row.error) < 0.15, row
