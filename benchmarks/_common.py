@@ -74,6 +74,28 @@ def ratio(seconds: Mapping[str, list[float]], name: str, baseline: str) -> float
     return statistics.median(a / b for a, b in zip(seconds[name], seconds[baseline], strict=True))
 
 
+def transformer(width: int, layers: int, device: str = "cpu") -> Any:
+    """A byte-level decoder of ``layers`` torch encoder layers under a causal mask, the same weights on every rank."""
+    import torch
+    from torch import nn
+
+    class Transformer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(256, width)
+            heads = max(1, width // 64)
+            layer = nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, "gelu", batch_first=True, norm_first=True)
+            self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+            self.head = nn.Linear(width, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
+            return self.head(self.body(self.embed(x), mask=mask, is_causal=True))
+
+    torch.manual_seed(0)
+    return Transformer().to(device)
+
+
 def echo_group(ranks: int) -> Any:
     """A group of ``ranks`` in which the others send what this rank sends, at once: a step's local work with nothing to wait for."""
     from lightning_onebit.comm.simulation import SimulatedGroup, SimulatedWorld

@@ -126,30 +126,35 @@ class SlowNetwork:
                     *("rate", f"{self.megabits}mbit", "burst", str(burst), "latency", "200ms"),
                 )
 
-    def launch(self, command: Sequence[str], environment: dict[str, str], timeout: float, log: Path) -> None:
+    def launch(
+        self, command: Sequence[str], environment: dict[str, str], timeout: float, log: Path, ranks_per_host: int = 1
+    ) -> None:
         """Runs ``command`` on every host (RANK, WORLD_SIZE and MASTER_ADDR set) and waits.
 
         Args:
             command: argument vector.
             environment: additional variables.
             timeout: seconds until all are killed.
-            log: folder for the hosts' output.
+            log: folder for the ranks' output.
+            ranks_per_host: neighbouring ranks that share a namespace; the kernel keeps their traffic on its loopback, which is not shaped.
 
         Raises:
-            RuntimeError: a host failed or the time ran out; the message holds the end of its output.
+            RuntimeError: a rank failed or the time ran out; the message holds the end of its output.
         """
         files = []
-        for host in range(self.hosts):
+        ranks = self.hosts * ranks_per_host
+        for rank in range(ranks):
+            host = rank // ranks_per_host
             variables = {
                 **os.environ,
                 **environment,
-                "RANK": str(host),
-                "WORLD_SIZE": str(self.hosts),
+                "RANK": str(rank),
+                "WORLD_SIZE": str(ranks),
                 "MASTER_ADDR": self.address(0),
                 "MASTER_PORT": str(PORT),
                 "GLOO_SOCKET_IFNAME": "eth0",
             }
-            file = (log / f"host{host}.log").open("wb")
+            file = (log / f"rank{rank}.log").open("wb")
             files.append(file)
             with self._undisturbed():
                 self._processes.append(
@@ -171,7 +176,7 @@ class SlowNetwork:
                 time.sleep(0.05)
             else:
                 codes = enumerate(process.returncode for process in self._processes)
-                failed = next((f"host {host} ended with status {code}" for host, code in codes if code), None)
+                failed = next((f"rank {rank} ended with status {code}" for rank, code in codes if code), None)
         finally:
             with self._undisturbed():
                 self._kill()
@@ -179,8 +184,8 @@ class SlowNetwork:
                 file.close()
         if failed:
             tails = "\n".join(
-                f"--- host {host}\n{(log / f'host{host}.log').read_text(errors='replace')[-1500:]}"
-                for host in range(self.hosts)
+                f"--- rank {rank}\n{(log / f'rank{rank}.log').read_text(errors='replace')[-1500:]}"
+                for rank in range(ranks)
             )
             raise RuntimeError(f"{failed}\n{tails}")
 

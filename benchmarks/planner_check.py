@@ -13,6 +13,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from lightning_onebit.algorithms import LocalSteps
 from lightning_onebit.algorithms.schedules import SyncPolicy, replay_schedule
@@ -30,6 +31,10 @@ BERT_LARGE = Job(params=336_000_000, compute=0.0, gradient_bytes=2, hidden=0.0)
 SHAPED = ("slow_network.json", "slow_network_100.json")
 METHODS = {"ddp": ("dense_fp32", "step"), "ddp_fp16": ("dense_fp16", "step")}
 METHODS |= {"onebit": ("onebit_adam", "step"), "onebit_backward": ("onebit_adam", "backward")}
+#: models that are sharded over the 8 GPUs of each of 8 nodes: parameters, and seconds of a step of a node alone
+SHARDED_MODELS = {"7 B": (7_000_000_000, 0.86), "70 B": (70_000_000_000, 8.6)}
+SHARDED_GIGABITS = (10, 25, 100)
+SHARDED_METHODS = {"hsdp": ("dense_fp32", 0.0), "hsdp_overlapped": ("dense_fp32", 0.5), "onebit": ("onebit_adam", 0.0)}
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,64 @@ def shaped(file: str) -> tuple[str, list[Row]]:
     return f"{result['megabits']:,g} Mb/s, {bandwidth / 1e6:.0f} in an all-reduce", rows
 
 
+def sharded(file: str = "sharded.json") -> list[Row]:
+    """Step times of sharded models over our shaped networks, from the same numbers as ``shaped``; means over the runs in the file.
+
+    FSDP2's own all-reduce hides behind nothing with gloo. Ranks share cores, and with them the speed of memory.
+    """
+    content = json.loads((RESULTS / file).read_text())
+    kernels = json.loads((RESULTS / "kernels_1thread.json").read_text())["steps"]["one tensor"]
+    memory = ADAMW_BYTES * kernels["elements"] / kernels["median_seconds"]["adamw_fused"]
+    pairs: dict[str, list[tuple[float, float]]] = {}
+    for result in content["results"]:
+        ranks = result["setting"]["ranks_per_host"]
+        gpus = ranks * result["hosts"]
+        cluster = Cluster(
+            gpus=gpus,
+            gpus_per_node=ranks,
+            shards=ranks,
+            bandwidth=result["bandwidths"]["between"],
+            memory_bandwidth=memory * min(1.0, content["machine"]["cores"] / gpus),
+        )
+        steps = result["step_seconds"]
+        for name, (method, hidden) in SHARDED_METHODS.items():
+            job = Job(params=result["elements"], compute=steps["none"], hidden=hidden)
+            found = predict(cluster, job, method).step_seconds
+            pairs.setdefault(f"{name} | {result['megabits']:,g} Mb/s", []).append((found, steps[name]))
+    return [
+        Row(what, 1e3 * fmean(found for found, _ in both), 1e3 * fmean(seconds for _, seconds in both), "ms")
+        for what, both in pairs.items()
+    ]
+
+
+def sharded_models() -> str:
+    """What HSDP and 1-bit Adam on its shards should cost where nothing was measured."""
+    heads = (
+        "model",
+        "Gb/s",
+        "HSDP fp32, s",
+        "HSDP bf16, s",
+        "1-bit Adam, s",
+        "gain",
+        "GB/node",
+        "ours",
+        "AdamW GB/GPU",
+        "ours",
+    )
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for model, (params, compute) in SHARDED_MODELS.items():
+        for gigabits in SHARDED_GIGABITS:
+            cluster = Cluster(gpus=64, gpus_per_node=8, shards=8, bandwidth=gigabits * 1e9)
+            job = Job(params=params, compute=compute)
+            fp32, bf16, ours = (predict(cluster, job, name) for name in ("dense_fp32", "dense_fp16", "onebit_adam"))
+            seconds = [f"{p.step_seconds:.3g}" for p in (fp32, bf16, ours)]
+            gains = f"{fp32.step_seconds / ours.step_seconds:.1f}x, {bf16.step_seconds / ours.step_seconds:.1f}x"
+            sent = [f"{p.node_bytes / 1e9:.3g}" for p in (fp32, ours)]
+            held = [f"{(p.state_bytes or 0) / 1e9:.3g}" for p in (fp32, ours)]
+            lines.append(f"| {' | '.join([model, str(gigabits), *seconds, gains, *sent, *held])} |")
+    return "\n".join(lines)
+
+
 def markdown(rows: Sequence[Row], measured: str, *second: str) -> str:
     """A table of comparisons; ``second`` heads what follows a bar in ``Row.what``."""
     heads = ["", *second, "predicted", measured, "error"]
@@ -162,6 +225,8 @@ def sections() -> dict[str, str]:
         "Published points": markdown(points, "published", "computation fitted on"),
         "Schedules": markdown(arithmetic(), "published"),
         "Our networks": markdown(own, "measured", "network"),
+        "Our sharded runs": markdown(sharded(), "measured", "network"),
+        "Sharded models": sharded_models(),
     }
 
 

@@ -61,34 +61,6 @@ class Setting:
 # ----- worker: runs on every host ------------------------------------------------------------------------------------------
 
 
-def _model(setting: Setting) -> Any:
-    import torch
-    from torch import nn
-
-    class Transformer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(256, setting.width)
-            layer = nn.TransformerEncoderLayer(
-                setting.width,
-                max(1, setting.width // 64),
-                4 * setting.width,
-                0.0,
-                "gelu",
-                batch_first=True,
-                norm_first=True,
-            )
-            self.body = nn.TransformerEncoder(layer, setting.layers, enable_nested_tensor=False)
-            self.head = nn.Linear(setting.width, 256)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], device=x.device)
-            return self.head(self.body(self.embed(x), mask=mask, is_causal=True))
-
-    torch.manual_seed(0)
-    return Transformer().to(setting.device)
-
-
 def _now(setting: Setting) -> float:
     """Seconds, once a device has done what it was given."""
     import torch
@@ -106,10 +78,11 @@ def _method(name: str, setting: Setting) -> tuple[Callable[[Any, Any], None], Ca
     """
     import torch
     import torch.distributed as dist
+    from _common import transformer
     from torch.nn.functional import cross_entropy
     from torch.nn.parallel import DistributedDataParallel
 
-    model = _model(setting)
+    model = transformer(setting.width, setting.layers, setting.device)
 
     def loss(net: Any, x: Any, y: Any) -> Any:
         return cross_entropy(net(x).flatten(0, 1), y.flatten())
@@ -257,12 +230,13 @@ def worker(setting: Setting, out: Path) -> None:
     """Measures all methods on this host; rank 0 writes the result."""
     import torch
     import torch.distributed as dist
+    from _common import transformer
 
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(rank)
-    elements = sum(p.numel() for p in _model(setting).parameters())
+    elements = sum(p.numel() for p in transformer(setting.width, setting.layers).parameters())
     flat = torch.randn(elements, generator=generator).to(setting.device)
     reduce_seconds = []
     for _ in range(3):

@@ -24,7 +24,17 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent))
 
 import slow_network
-from _common import RESULTS, echo_group, horizontal_bars, machine_info, medians, ratio, side_by_side, write_json
+from _common import (
+    RESULTS,
+    echo_group,
+    horizontal_bars,
+    machine_info,
+    medians,
+    ratio,
+    side_by_side,
+    transformer,
+    write_json,
+)
 
 
 def _setting(layers: int) -> slow_network.Setting:
@@ -46,7 +56,7 @@ def local(
     elements = 0
 
     def model() -> Any:
-        net = slow_network._model(_setting(layers))
+        net = transformer(_setting(layers).width, layers)
         for p in net.parameters():
             p.grad = torch.randn_like(p) * 1e-3
         return net
@@ -90,7 +100,7 @@ def _train(strategy: str, out: Path, layers: int, steps: int) -> None:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = slow_network._model(_setting(layers))
+            self.net = transformer(_setting(layers).width, layers)
             self.marks: list[float] = []
 
         def training_step(self, batch: Any, _: int) -> Any:

@@ -110,9 +110,9 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = model.add_argument
     add("--params", type=parse_count, required=True, help="number of parameters, e.g. 336M")
     compute = model.add_mutually_exclusive_group(required=True)
-    said = "milliseconds of a step on one GPU, without any communication"
+    said = "milliseconds of a step on one GPU (sharded: of one replica), without any communication between them"
     compute.add_argument("--compute-ms", type=_number(0), help=said)
-    said = "instead: milliseconds of a step of `ddp` on this very cluster"
+    said = "instead: milliseconds of a dense step (`ddp`, HSDP) on this very cluster"
     compute.add_argument("--dense-ms", type=_number(0, above=True), help=said)
     add("--steps", type=_whole(1), default=Job.steps, help="optimizer steps of the run (%(default)s)")
     said = "share of dense steps, one at least (%(default)s); 0/1 Adam: until the freeze"
@@ -134,6 +134,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("cluster").add_argument
     add("--gpus", type=_whole(1), required=True, help="number of ranks")
     add("--gpus-per-node", type=_whole(1), default=1, help="that share one network card (1)")
+    add("--shards", type=_whole(1), default=1, help="GPUs of a node over which FSDP2 shards a replica (1)")
     said = "what a node's network card really carries, e.g. 4.1Gbps"
     add("--bandwidth", type=parse_rate, required=True, help=said)
     add("--intra-bandwidth", type=parse_rate, default=Cluster.intra_bandwidth, help="within a node (100Gbps)")
@@ -152,6 +153,7 @@ def _plan(options: argparse.Namespace) -> Outcome:
     cluster = Cluster(
         gpus=options.gpus,
         gpus_per_node=options.gpus_per_node,
+        shards=options.shards,
         bandwidth=options.bandwidth,
         intra_bandwidth=options.intra_bandwidth,
         latency=options.latency_us / 1e6,

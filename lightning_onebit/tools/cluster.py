@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_onebit._choices import Overlap
@@ -32,6 +32,7 @@ class Cluster:
     Attributes:
         gpus: number of ranks ``n``.
         gpus_per_node: ranks ``K`` that share one machine and its network card; divides ``gpus``.
+        shards: ranks of one node over which FSDP2 shards a replica of the model; divides ``gpus_per_node``. 1: every rank has a replica.
         bandwidth: bits per second that a node's network card carries in each direction (measure it: ``lightning-onebit bench``).
         intra_bandwidth: bits per second between ranks of one node (PCIe 3 x16: 1e11; NVLink: 1e12 and more).
         latency: seconds until a message between nodes arrives, ``alpha``, paid for each dependent round.
@@ -46,6 +47,7 @@ class Cluster:
 
     gpus: int
     gpus_per_node: int = 1
+    shards: int = 1
     bandwidth: float
     intra_bandwidth: float = 1e11
     latency: float = 50e-6
@@ -56,6 +58,7 @@ class Cluster:
     def __post_init__(self) -> None:
         _check_count("gpus", self.gpus)
         _check_count("gpus_per_node", self.gpus_per_node)
+        _check_count("shards", self.shards)
         for name in ("bandwidth", "intra_bandwidth", "memory_bandwidth"):
             check_number(name, getattr(self, name), above=0)
         for name in ("latency", "intra_latency", "message_overhead"):
@@ -64,6 +67,29 @@ class Cluster:
             raise ValueError(
                 f"gpus_per_node={self.gpus_per_node} does not divide gpus={self.gpus}; nodes must be even, give a divisor"
             )
+        if self.gpus_per_node % self.shards:
+            raise ValueError(
+                f"shards={self.shards} does not divide gpus_per_node={self.gpus_per_node}; a replica lies within a node, give a divisor"
+            )
+
+    @property
+    def replicas(self) -> int:
+        """Copies of the model."""
+        return self.gpus // self.shards
+
+    @property
+    def group(self) -> Cluster:
+        """What one rank sees of the others that hold the same shard, and of the card that it shares with the groups of other shards."""
+        if self.shards == 1:
+            return self
+        return replace(
+            self,
+            gpus=self.replicas,
+            gpus_per_node=self.gpus_per_node // self.shards,
+            shards=1,
+            bandwidth=self.bandwidth / self.shards,
+            message_overhead=self.message_overhead * self.shards,
+        )
 
     @property
     def nodes(self) -> int:
@@ -121,7 +147,8 @@ class Job:
 
     Attributes:
         params: parameters, in all or of every tensor.
-        compute: seconds of a step that exchanges nothing: forward, backward and a dense optimizer step.
+        compute: seconds of a step that exchanges nothing: forward, backward and a dense optimizer step. Of a sharded model: of a replica
+            alone, with what its ranks gather and scatter.
         steps: real steps of the run.
         warmup: share of dense steps of 1-bit Adam and 1-bit LAMB, of steps up to the variance freeze for 0/1 Adam; one step at least.
         gradient_bytes: of a gradient element in the warm-up: 4, or 2 where parameters are 16-bit.
@@ -173,6 +200,10 @@ class Job:
     def schedule(self) -> dict[str, Any]:
         """Options of single algorithms that shape a schedule, as ``count_rounds`` takes them."""
         return {"local_steps": self.local_steps or LocalSteps(double_every=max(1, self.steps // 5))}
+
+    def shard(self, shards: int) -> Job:
+        """The same job with the part of each parameter that one of so many ranks holds."""
+        return self if shards == 1 else replace(self, params=tuple(-(-count // shards) for count in self.tensors))
 
     @property
     def tensors(self) -> tuple[int, ...]:

@@ -25,6 +25,16 @@ DENSE = {"dense_fp32": 4, "dense_fp16": 2}
 #: bytes per element that AdamW moves through memory: x, m, v read and written, g read. (Optimizers here know theirs: ``STEP_BYTES``.)
 ADAMW_BYTES = 28.0
 
+#: bytes per parameter of optimizer state after the warm-up, in fp32 and without the server residual's ``4/n``; 0/1 Adam's with local steps
+STATE_BYTES = {
+    "onebit_adam": 8.125,
+    "onebit_lamb": 12.125,
+    "zero_one_adam": 20.0,
+    "binsgdm": 8.125,
+    "onebit_sgd": 8.0,
+}
+ADAMW_STATE_BYTES = 8.0
+
 #: factor by which the best plan must beat the best dense one before it is called worth while
 WORTH = 1.10
 #: exposed communication below this share of a dense step leaves nothing to save
@@ -44,6 +54,7 @@ class Prediction:
         exchange_seconds: of ``step_seconds``, what the exchange costs: wire and kernels.
         node_bytes: bytes that a node's card sends in a step of ``step_seconds``.
         dense_share: share of dense steps in the run.
+        state_bytes: of optimizer state that a GPU holds after the warm-up, None for an algorithm whose state is not known here.
         speedup_fp32: whole run against ``dense_fp32``.
         speedup_fp16: whole run against ``dense_fp16``.
     """
@@ -56,6 +67,7 @@ class Prediction:
     exchange_seconds: float
     node_bytes: float
     dense_share: float
+    state_bytes: float | None = None
     speedup_fp32: float = 1.0
     speedup_fp16: float = 1.0
 
@@ -107,12 +119,14 @@ class ForecastReport:
     def verdict(self) -> str:
         """Whether it helps, and if not why not, in a sentence or two."""
         cluster, dense, best = self.cluster, self.dense, self.best
-        if cluster.gpus == 1:
-            return "It will not help because there is one GPU: nothing is exchanged."
+        if cluster.replicas == 1:
+            alone = "GPU" if cluster.gpus == 1 else "replica"
+            return f"It will not help because there is one {alone}: nothing is exchanged."
         network = f"At {format_bits(cluster.bandwidth)} per node"
         where = network if cluster.nodes > 1 else "Within one node, without a network,"
         if not self.helps:
-            return f"{where} it will not help because {self._reason}. Use strategy='ddp'."
+            use = "strategy='ddp'" if cluster.shards == 1 else "FSDP2's hybrid sharding"
+            return f"{where} it will not help because {self._reason}. Use {use}."
         even = _break_even(cluster, self.job, best.name, best.layout)
         bound = "" if even is None or math.isinf(even) else f"; it pays below about {format_bits(even)} per node"
         return (
@@ -153,8 +167,9 @@ class ForecastReport:
             step, mean, sent = map(format_figure, figures)
             share = "100%" if p.dense_share == 1 else f"{p.dense_share:.1%}"
             rows.append((p.title, step, mean, sent, share, f"{p.speedup_fp32:.2f}", f"{p.speedup_fp16:.2f}"))
+        sharded = f"sharded over {cluster.shards} of them, " if cluster.shards > 1 else ""
         head = (
-            f"{format_millions(job.elements)} parameters, {cluster.gpus} GPUs, {cluster.gpus_per_node} per node, "
+            f"{format_millions(job.elements)} parameters, {cluster.gpus} GPUs, {cluster.gpus_per_node} per node, {sharded}"
             f"{format_bits(cluster.bandwidth)} per node, {format_seconds(job.compute)} of computation per step, {job.steps:,} steps"
         )
         legend = (
@@ -162,7 +177,10 @@ class ForecastReport:
             "dense: share of dense steps"
         )
         cells = format_table(rows, (24, 9, 9, 9, 7, 8, 8), titled=True)
-        return "\n\n".join([fill(head), cells, fill(legend)])
+        held = {_title(p.name): p.state_bytes for p in self.predictions if p.name not in DENSE}
+        held = {"AdamW": self.dense.state_bytes, **held}
+        state = ", ".join(f"{title} {format_figure(n / 1e9)}" for title, n in held.items() if n is not None)
+        return "\n\n".join([fill(head), cells, fill(legend), fill(f"GB of optimizer state per GPU: {state}")])
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -199,7 +217,7 @@ def plan(cluster: Cluster, job: Job, algorithms: Iterable[str] | str = "all") ->
         raise ValueError(f"algorithms is empty; name some of {', '.join(ALGORITHMS)}, or 'all'")
     _check_effect(job, names)
     found = [_predict(cluster, job, name) for name in DENSE]
-    layouts = ["flat", "hierarchical"] if 1 < cluster.gpus_per_node < cluster.gpus else ["flat"]
+    layouts = ["flat", "hierarchical"] if 1 < cluster.group.gpus_per_node < cluster.replicas else ["flat"]
     found += [_predict(cluster, job, name, layout) for name in names for layout in layouts]
     fp32, fp16 = found[0].mean_seconds, found[1].mean_seconds
     return ForecastReport(
@@ -262,13 +280,22 @@ def predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pred
 def _predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Prediction:
     """The same for one method of several, to which each option of the job need not apply."""
     check_choice("layout", layout, ("flat", "hierarchical"))
+    seen = _predict_shard(cluster.group, job.shard(cluster.shards), name, layout)
+    return replace(seen, node_bytes=cluster.shards * seen.node_bytes)
+
+
+def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str) -> Prediction:
+    """The same of ranks of which each has what it exchanges for itself."""
     dense, dense_bytes = _dense_step(cluster, job, DENSE.get(name, job.gradient_bytes))
+    adamw_state = ADAMW_STATE_BYTES * job.elements
     if name in DENSE:
-        return Prediction(name, "flat", dense, dense, dense, dense - job.compute, dense_bytes, 1.0)
+        return Prediction(name, "flat", dense, dense, dense, dense - job.compute, dense_bytes, 1.0, adamw_state)
     algorithm = find_algorithm(name)
     name, optimizer = algorithm.name, algorithm.optimizer
     if cluster.gpus == 1:  # nothing is exchanged and nothing compressed
-        return Prediction(name, layout, job.compute, job.compute, job.compute, 0.0, 0.0, 1.0)
+        return Prediction(
+            name, layout, job.compute, job.compute, job.compute, 0.0, 0.0, 1.0, ADAMW_STATE_BYTES * job.elements
+        )
     rounds = _rounds(job, name)
     wire, node_bytes = _exchange(cluster, job, name, layout)
     hides = job.overlap == "backward" and _overlaps(algorithm)
@@ -289,7 +316,8 @@ def _predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pre
     if rounds.bitmaps:
         mean += rounds.bitmaps / job.steps * _exchange(cluster, job, name, layout, merges=True)[0]
     sent = rounds.one_bit / later * node_bytes if later else dense_bytes
-    return Prediction(name, layout, dense, step, mean, step - job.compute, sent, share)
+    state = (STATE_BYTES[name] + 4 / cluster.gpus) * job.elements if name in STATE_BYTES else None
+    return Prediction(name, layout, dense, step, mean, step - job.compute, sent, share, state)
 
 
 def _dense_step(cluster: Cluster, job: Job, width: int) -> tuple[float, float]:
@@ -318,8 +346,9 @@ def exchange_of(
         merges: those of its bitmaps, which nodes do not average.
 
     Returns:
-        How many buckets are alike, and the collectives of each.
+        How many buckets are alike, and the collectives of each, of a sharded model those of one rank.
     """
+    cluster, job = cluster.group, job.shard(cluster.shards)
     ranks, size = cluster.gpus, job.block_size
     share = cluster.gpus_per_node if layout == "hierarchical" else 1
     scales = find_algorithm(name).optimizer.SENDS_SCALES

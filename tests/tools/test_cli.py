@@ -141,6 +141,7 @@ def test_plan_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         ({"--params": "many"}, "write for example 336M"),
         ({"--gpus": "0"}, "at least 1"),
         ({"--gpus-per-node": "5"}, "gpus_per_node=5 does not divide gpus=64"),
+        ({"--shards": "3"}, "shards=3 does not divide gpus_per_node=4"),
         ({"--compute-ms": "-3"}, "at least 0"),
         ({"--warmup": "20"}, "at most 1"),
         ({"--algorithm": "sgd"}, "choose one of 'onebit_adam'"),

@@ -38,6 +38,7 @@ BASE = ["--gpus", "64", "--gpus-per-node", "4", "--compute-ms", "247", "--bandwi
         [*BASE, "4.1Gbps", "--params", "336M"],
         [*BASE, "10Gbps", "--params", "1.3B", "--algorithm", "onebit_lamb", "--steps", "100"],
         [*BASE, "9600bps", "--params", "1000T"],
+        [*BASE, "9600bps", "--params", "1000T", "--shards", "4"],
         ["--gpus", "8", "--dense-ms", "6000", "--bandwidth", "20Gbps", "--params", "1B", "--warmup", "1"],
     ],
 )

@@ -29,6 +29,9 @@ sys.path.insert(0, str(EXAMPLES))
 
 import data  # noqa: E402
 
+from lightning_onebit.engine.sharded import OLDEST_TORCH  # noqa: E402
+
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 SMALL_MODEL = ["--layers", "1", "--width", "32", "--heads", "2", "--context", "32", "--batch-size", "2"]
 SMALL_DATA = ["--train-bytes", "65536", "--validation-windows", "8"]
 
@@ -417,6 +420,17 @@ def test_plain_torch_starts_itself_and_resumes(wrapped: list[str], tmp_path: Pat
     assert dense + compressed == 84, "the ledger goes on after the resume"
     assert dense == 20
     assert float(re.findall(r"accuracy ([\d.]+)", printed)[0]) > 80
+
+
+@pytest.mark.skipif(TORCH < OLDEST_TORCH, reason="FSDP2 on CPUs needs a newer torch")
+def test_sharded_torch_starts_itself_and_compares_with_hybrid_sharding(tmp_path: Path) -> None:
+    printed = run([str(EXAMPLES / "sharded_torch.py"), "--steps", "12", "--width", "32", "--layers", "1"], tmp_path)
+    found = re.findall(r"^(HSDP, AdamW|1-bit Adam) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.MULTILINE)
+    dense, ours = (dict(zip(("loss", "sent", "step", "memory"), map(float, row[1:]), strict=True)) for row in found)
+    assert abs(ours["loss"] / dense["loss"] - 1) < 0.05 and dense["loss"] < 5.6, "both learn from the same start"
+    assert 12 * dense["step"] == pytest.approx(dense["sent"], rel=0.01), "every step is dense"
+    assert dense["step"] / ours["step"] > 10 and 3 < dense["sent"] / ours["sent"] < 8, "but two, after the dense fifth"
+    assert 0 < dense["memory"] < ours["memory"], printed
 
 
 # ----- several machines -------------------------------------------------------------------------------------------------

@@ -520,6 +520,13 @@ def test_a_plot_takes_any_iterable_of_algorithms_and_nodes_of_any_size(
             ValueError,
             "gpus_per_node=4 does not divide gpus=6",
         ),
+        (
+            Cluster,
+            {"gpus": 8, "gpus_per_node": 4, "shards": 8, "bandwidth": 1e9},
+            ValueError,
+            "shards=8 does not divide gpus_per_node=4",
+        ),
+        (Cluster, {"gpus": 8, "shards": 0, "bandwidth": 1e9}, ValueError, "shards=0"),
         (Cluster, {"gpus": 2, "bandwidth": 0}, ValueError, "bandwidth=0"),
         (Cluster, {"gpus": 2, "bandwidth": "4"}, TypeError, "bandwidth='4'"),
         (Cluster, {"gpus": 0, "bandwidth": 1e9}, ValueError, "gpus=0"),

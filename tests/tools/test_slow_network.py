@@ -19,8 +19,11 @@ sys.path.insert(0, str(BENCHMARKS))
 
 from _network import SlowNetwork  # noqa: E402
 
+from lightning_onebit.engine.sharded import OLDEST_TORCH  # noqa: E402
+
 # of this process: the benchmarks' own may be up, and another worker of the test run may have one
 PREFIX = f"onebit-test{os.getpid()}"
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 REASON = SlowNetwork.requirement()
 
 PROGRAM = f"""
@@ -114,6 +117,27 @@ def test_the_benchmark_measures_steps_cycles_and_the_exchange_against_its_floor(
     assert floor["floor_seconds"] == pytest.approx(floor["wire_seconds"] + facts["local_seconds"])
     assert floor["exchange_over_floor"] == pytest.approx(facts["exchange_seconds"] / floor["floor_seconds"])
     assert f"{floor['exchange_over_floor']:.2f}x of" in done.stdout
+
+
+@pytest.mark.skipif(REASON is not None or TORCH < OLDEST_TORCH, reason=REASON or "FSDP2 on CPUs needs a newer torch")
+def test_ranks_of_a_host_share_its_loopback_and_a_sharded_step_sends_its_bits_alone(tmp_path: Path) -> None:
+    methods = ["none", "local", "hsdp", "onebit"]
+    options = f"--steps 2 --width 64 --layers 1 --name small --prefix {PREFIX} --out {tmp_path}"
+    command = [sys.executable, str(BENCHMARKS / "sharded.py"), *options.split(), "--methods", *methods]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip(f"this machine does not let us make namespaces: {done.stderr[-300:]}")
+    assert done.returncode == 0, done.stderr
+    (result,) = json.loads((tmp_path / "small.json").read_text())["results"]
+    crossed = {name: facts["card_bytes"] for name, facts in result["facts"].items()}
+    dense = 4 * result["elements"]  # of a host: two halves of the model, 2 (n-1)/n = 1 of each
+    assert dense < crossed["hsdp"] < 1.3 * dense
+    assert max(crossed["none"], crossed["local"]) < 0.1 * dense, "FSDP2's gathers stay within a host"
+    counted = 2 * result["facts"]["onebit"]["bytes_sent"]
+    assert counted < dense / 20 and counted < crossed["onebit"] < 0.2 * dense
+    floor = result["floor"]
+    assert floor["wire_seconds"] == pytest.approx(counted / 125e6)
+    assert floor["floor_seconds"] == pytest.approx(floor["wire_seconds"] + result["step_seconds"]["local"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device to compute on")
