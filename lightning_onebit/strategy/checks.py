@@ -23,8 +23,9 @@ _TENSORS: list[tuple[Callable[[Any], bool], str]] = [
     (is_lazy, "is not initialised (a lazy module): run a forward pass before `fit`, so that its shape is known."),
     (
         lambda tensor: any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__),
-        "is a DTensor (FSDP2, tensor or model parallel), but every rank must hold all of the model: leave it whole, or use Lightning's "
-        "ModelParallelStrategy, uncompressed.",
+        "is a DTensor (FSDP2, tensor or model parallel), but every rank must hold all of the model: leave it whole, or, with a Trainer, "
+        'use OnebitModelParallelStrategy (strategy="onebit_adam_sharded"), which compresses between replicas. Without one give the optimizer '
+        'the ranks that hold the same shards: OnebitAdam(params, exchange=ExchangeOptions(process_group=mesh["replicate"].get_group())).',
     ),
 ]
 _MODULES: list[tuple[Callable[[Any], bool], str]] = [
