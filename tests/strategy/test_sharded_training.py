@@ -114,11 +114,11 @@ def with_policy(module: Any) -> None:
 
 
 def compiled(module: Any) -> None:
-    module.net[0] = torch.compile(module.net[0], backend="eager")
-    shard(module)
     from torch.distributed.fsdp import fully_shard
 
+    module.net[0] = torch.compile(module.net[0], backend="eager")
     fully_shard(module.net[0], mesh=module.device_mesh["data_parallel"])
+    shard(module)
 
 
 #: what is different from an ordinary fit -> module, Trainer
@@ -380,7 +380,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[st
     "no configure_model": (SIZES, {"configure_model": None}, {}, ["configure_model", "OnebitStrategy"]),
     "whole model": (SIZES, {"shard": unsharded}, {}, ["no parameter", "DTensor", 'strategy="onebit_adam"']),
     "over replicas": (SIZES, {"shard": over_all}, {}, ["net.0.weight", "different replicas", '"data_parallel"']),
-    "FSDP1": (SIZES, {"net": of_fsdp1}, {}, ["FullyShardedDataParallel", "FSDP2"]),
+    "FSDP1": (SIZES, {"net": of_fsdp1, "shard": unsharded}, {}, ["FullyShardedDataParallel", "FSDP2"]),
     "loss scaling": (SIZES, {}, {"plugins": scaled}, ["16-mixed", "bf16-mixed"]),
     "SyncBatchNorm": (SIZES, {}, {"sync_batchnorm": True}, ["sync_batchnorm", "configure_model"]),
     "old torch": (SIZES, {}, {}, ["torch>=2.9", "torch 2.8.1", "OnebitStrategy"]),
