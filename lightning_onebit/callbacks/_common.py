@@ -117,3 +117,8 @@ def column_group(trainer: Any) -> Any:
     """The process group of these ranks; None: of all."""
     strategy = trainer.strategy
     return strategy.device_mesh["replicate"].get_group() if strategy.replicas.shards > 1 else None
+
+
+def uncompressed(trainer: Any) -> str:
+    """What to train with where compression does not pay."""
+    return "Lightning's ModelParallelStrategy" if trainer.strategy.replicas.shards > 1 else '`strategy="ddp"`'

@@ -13,7 +13,7 @@ import torch
 from lightning_onebit._choices import Automatic
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
-from lightning_onebit.callbacks._common import WatchingCallback, misconfiguration, named_optimizers
+from lightning_onebit.callbacks._common import WatchingCallback, misconfiguration, named_optimizers, uncompressed
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.comm import control_payload_bytes, exchange_collectives, peer_bytes, plan_buckets, ring_bytes
 from lightning_onebit.engine import Phase
@@ -334,7 +334,7 @@ class VarianceFreezeMixin(WatchingCallback):
         if compressed >= LITTLE_GAIN * ddp:
             return (
                 f"{text}. The model is too small to gain: a compressed step sends {compressed:,} bytes, a dense one {ddp:,}, because every "
-                f'tensor fills whole blocks of {optimizer.exchange.block_size:,} elements. Use `strategy="ddp"`.'
+                f"tensor fills whole blocks of {optimizer.exchange.block_size:,} elements. Use {uncompressed(trainer)}."
             )
         if planned is None:
             return f"{text}. The longer the run, the less is sent: up to {ddp / compressed:.3g}x less than by dense averaging."

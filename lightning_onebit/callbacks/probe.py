@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit._text import format_bits, format_seconds
-from lightning_onebit.callbacks._common import OnebitCallback, column_group, named_optimizers
+from lightning_onebit.callbacks._common import OnebitCallback, column_group, named_optimizers, uncompressed
 from lightning_onebit.comm import ByteLedger
 from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.engine.options import check_integer, check_number
@@ -190,7 +190,7 @@ class LinkProbeMixin(OnebitCallback):
         if not self.report.pays:
             rank_zero_warn(
                 "LinkProbe: compression cannot pay here: the exchange is not faster than averaging densely. Use "
-                '`strategy="ddp"`, or bring a slower network, more ranks or a larger model.'
+                f"{uncompressed(trainer)}, or bring a slower network, more ranks or a larger model."
             )
         if self.watch_steps is not None and "nccl" not in str(dist.get_backend()):
             self._watch_from = optimizers[0].ledger.steps + WARM_STEPS
@@ -218,7 +218,7 @@ class LinkProbeMixin(OnebitCallback):
         )
         if share < LITTLE_WAITING:
             rank_zero_warn(
-                f'{text}: the network is not the bottleneck, compression cannot pay. Use `strategy="ddp"`, or a smaller '
+                f"{text}: the network is not the bottleneck, compression cannot pay. Use {uncompressed(trainer)}, or a smaller "
                 "batch per rank if that trains better."
             )
         else:

@@ -121,7 +121,7 @@ class Checkpoints:
                     f"strict_residuals=True: {lost}. Restore the folder `<name>.ckpt.onebit` beside the checkpoint, or set "
                     "strict_residuals=False to go on with residuals that start from zero."
                 ) from lost
-            hint = "" if strict is None else " (`OnebitStrategy(strict_residuals=True)` makes this an error)"
+            hint = "" if strict is None else f" (`{strategy._shown_name}(strict_residuals=True)` makes this an error)"
             rank_zero_warn(
                 f"resuming {' and '.join(type(o).__name__ for o in optimizers)} without residuals: {lost}. Weights, momentum and variance "
                 "continue from the checkpoint; residuals (the compression error that is carried from step to step, different on every "

@@ -17,6 +17,7 @@ import lightning_onebit.callbacks.probe as probe
 from lightning_onebit.algorithms import BinSGDM, OnebitAdam
 from lightning_onebit.callbacks.probe import LinkProbeMixin, LinkReport
 from lightning_onebit.engine import ExchangeOptions
+from lightning_onebit.strategy.ranks import Replicas
 from lightning_onebit.tools.bench import LinkMeasurement, measure_link
 from lightning_onebit.tools.cluster import Cluster, Job
 from lightning_onebit.tools.plan import exchange_of
@@ -110,7 +111,7 @@ def test_a_slow_link_is_reported_and_a_fast_one_warned_about(monkeypatch: pytest
 def test_a_single_process_measures_nothing(monkeypatch: pytest.MonkeyPatch, said: _Said) -> None:
     monkeypatch.setattr(probe, "measure_link", None)
     trainer, callback = FakeTrainer([onebit_adam()]), LinkProbeMixin()
-    trainer.world_size = 1
+    trainer.world_size, trainer.strategy.replicas = 1, Replicas(1)
     trainer.start(callback, FakeModule())
     callback.on_train_batch_end(trainer, None, None, None, 0)
     assert callback.report is None and "no link to measure" in said.infos[0]

@@ -78,10 +78,11 @@ def train_all(rank: int, world: int, sharded: bool) -> dict[str, Any]:
 
 def test_every_algorithm_trains_a_sharded_model_as_it_trains_the_whole_one_on_the_means_of_replicas() -> None:
     sharded, plain = run_ranks(train_all, 4, True)[0], run_ranks(train_all, 2, False)[0]
-    for name in NAMES:
+    assert sharded.keys() == set(NAMES)
+    for name in sharded.keys() - {"binsgdm"}:  # which draws its signs at random, shards apart
         assert sharded[name].keys() == plain[name].keys()
         for key, value in plain[name].items():
-            torch.testing.assert_close(sharded[name][key], value, rtol=1e-3, atol=1e-5, msg=f"{name} {key}")
+            torch.testing.assert_close(sharded[name][key], value, rtol=1e-5, atol=1e-6, msg=f"{name} {key}")
 
 
 def norm_net() -> torch.nn.Sequential:
