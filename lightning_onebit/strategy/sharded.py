@@ -27,7 +27,7 @@ from lightning_onebit.strategy.keywords import show_options
 from lightning_onebit.strategy.ranks import Replicas, connected
 from lightning_onebit.strategy.registry import register, sharded_strategies, when_algorithms_change
 from lightning_onebit.strategy.sharded_checkpoint import ShardedFiles
-from lightning_onebit.strategy.trainer import OnebitMixin, _Run
+from lightning_onebit.strategy.trainer import OnebitMixin, Run
 
 #: dimensions of the mesh, outermost first; the last two are Lightning's
 REPLICATE, DATA, TENSOR = DIMENSIONS = ("replicate", "data_parallel", "tensor_parallel")
@@ -229,7 +229,7 @@ class ShardedMixin(OnebitMixin):
         broadcast([b for b in buffers if is_dtensor(b)], self.device_mesh.get_group(REPLICATE))
         broadcast([b for b in buffers if not is_dtensor(b)], self._data_group())
 
-    def _dense_averages(self, run: _Run, overlap: bool) -> list[DenseAverage]:
+    def _dense_averages(self, run: Run, overlap: bool) -> list[DenseAverage]:
         """Gradients of sharded parameters are averaged over replicas; nobody has averaged those of others, over any ranks."""
 
         def connect(everyone: bool) -> Transport:

@@ -57,7 +57,7 @@ log = logging.getLogger("lightning_onebit")
 
 
 @dataclass
-class _Run:
+class Run:
     """What lives from ``setup()`` to ``teardown()``."""
 
     groups: Groups
@@ -189,7 +189,7 @@ class OnebitMixin(Adapter):
         # holds on signals that steps of this batch have begun
         self._waiting: list[signals_held] = []
         self._sync_backward = True
-        self._run: _Run | None = None
+        self._run: Run | None = None
 
     # ----- what users see ---------------------------------------------------------------------------------------------
 
@@ -278,7 +278,7 @@ class OnebitMixin(Adapter):
 
     def _begin_run(self) -> None:
         """Gives all replicas the weights and buffers of the first. Collective."""
-        self._run = _Run(Groups(self.replicas))
+        self._run = Run(Groups(self.replicas))
         if connected():
             self._share_state()
             shares = self._broadcast_buffers and bool(buffers_of(self.lightning_module))
@@ -332,7 +332,7 @@ class OnebitMixin(Adapter):
                 f'`{self._shown_name}(other_optimizers="dense")`.'
             ) from error
 
-    def _connect(self, run: _Run) -> None:
+    def _connect(self, run: Run) -> None:
         """Makes process groups for the optimizers, and what averages the other gradients. Collective."""
         for dense in run.dense:
             dense.close()  # the program sets its optimizers up anew, within a fit
@@ -347,7 +347,7 @@ class OnebitMixin(Adapter):
         # option, say) would close its connections, and they would report that instead of the reason.
         self.barrier()
 
-    def _dense_averages(self, run: _Run, overlap: bool) -> list[DenseAverage]:
+    def _dense_averages(self, run: Run, overlap: bool) -> list[DenseAverage]:
         """What averages the gradients of parameters that no compressed optimizer owns."""
 
         def connect() -> Transport:
