@@ -202,7 +202,7 @@ def test_the_probe_makes_the_steps_that_training_makes(
     FakeTrainer([small, large]).start(callback, FakeModule())
     assert callback.report is not None and callback.report.elements == 1000 + 33 * 5 + 7
     device = {"device": torch.device("cpu"), "timeout": 30.0}
-    assert seen == [{**device, "ranks_per_node": 1, **expected}] * 2
+    assert seen == [{**device, "ranks_per_node": 1, "group": None, **expected}] * 2
 
 
 def _measured_in_nodes(rank: int, world: int, algorithm: str) -> Any:
