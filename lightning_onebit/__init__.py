@@ -28,7 +28,7 @@ from lightning_onebit.tools.migration import Migration, from_deepspeed_config
 
 if TYPE_CHECKING:
     from lightning_onebit import callbacks
-    from lightning_onebit.lightning import OnebitStrategy
+    from lightning_onebit.lightning import OnebitModelParallelStrategy, OnebitStrategy
 
 __version__ = "0.2.0"
 
@@ -55,12 +55,12 @@ __all__ = [
     "register_algorithm",
 ]
 if trees.installed_trees():
-    __all__ += ["OnebitStrategy", "callbacks"]
+    __all__ += ["OnebitModelParallelStrategy", "OnebitStrategy", "callbacks"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "OnebitStrategy":
-        return trees.bound_module().OnebitStrategy
+    if name in ("OnebitModelParallelStrategy", "OnebitStrategy"):
+        return getattr(trees.bound_module(), name)
     if name == "callbacks":
         return importlib.import_module("lightning_onebit.callbacks")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,7 +1,7 @@
 """Strategy and callbacks for ``pytorch_lightning``."""
 
 from pytorch_lightning.callbacks import Callback
-from pytorch_lightning.strategies import DDPStrategy, StrategyRegistry
+from pytorch_lightning.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin
@@ -10,12 +10,14 @@ from lightning_onebit.callbacks.freeze import VarianceFreezeMixin
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.callbacks.probe import LinkProbeMixin
 from lightning_onebit.callbacks.stats import CompressionStatsMixin
+from lightning_onebit.strategy.sharded import ShardedMixin
 from lightning_onebit.strategy.trainer import OnebitMixin
 
 __all__ = [
     "CompressionStats",
     "DivergenceGuard",
     "LinkProbe",
+    "OnebitModelParallelStrategy",
     "OnebitStrategy",
     "ReplicaConsistency",
     "VarianceFreeze",
@@ -54,4 +56,13 @@ class OnebitStrategy(OnebitMixin, DDPStrategy):  # type: ignore[misc]  # noqa: D
     _final_callback = _FinalSynchronisation
 
 
+class OnebitModelParallelStrategy(ShardedMixin, ModelParallelStrategy):  # type: ignore[misc]  # noqa: D101
+    __doc__ = ShardedMixin.__doc__
+
+    _misconfiguration = MisconfigurationException
+    _freeze_callback = VarianceFreeze
+    _final_callback = _FinalSynchronisation
+
+
 OnebitStrategy.register_strategies(StrategyRegistry)
+OnebitModelParallelStrategy.register_strategies(StrategyRegistry)

@@ -12,6 +12,7 @@ import torch
 from harness import grouped
 
 from lightning_onebit.algorithms import OnebitAdam
+from lightning_onebit.strategy.ranks import Replicas
 
 
 def documented_metrics() -> set[str]:
@@ -25,6 +26,7 @@ class FakeStrategy:
         self.onebit_optimizers = optimizers
         self.broadcasts = 0
         self.timeout = timedelta(seconds=30)
+        self.replicas = Replicas(2)
 
     def broadcast(self, value: Any, src: int = 0) -> Any:
         self.broadcasts += 1

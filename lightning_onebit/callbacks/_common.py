@@ -106,3 +106,19 @@ def named_optimizers(callback: Any, trainer: Any) -> list[tuple[str, Any]]:
 def everyone(trainer: Any, name: str) -> Transport:
     """All ranks, for small rounds that the optimizers' ledgers do not count; the strategy's timeout bounds every wait."""
     return Transport(Topology.create(), ByteLedger(), trainer.strategy.timeout, name)
+
+
+def column(trainer: Any, name: str) -> Transport:
+    """The same of the ranks that hold the same part of the model, one in each replica; all of them if the model is not sharded."""
+    return Transport(Topology.create(column_group(trainer)), ByteLedger(), trainer.strategy.timeout, name)
+
+
+def column_group(trainer: Any) -> Any:
+    """The process group of these ranks; None: of all."""
+    strategy = trainer.strategy
+    return strategy.device_mesh["replicate"].get_group() if strategy.replicas.shards > 1 else None
+
+
+def uncompressed(trainer: Any) -> str:
+    """What to train with where compression does not pay."""
+    return "Lightning's ModelParallelStrategy" if trainer.strategy.replicas.shards > 1 else '`strategy="ddp"`'

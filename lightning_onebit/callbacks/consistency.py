@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lightning_onebit._names import shown_as
-from lightning_onebit.callbacks._common import OnebitCallback, everyone
+from lightning_onebit.callbacks._common import OnebitCallback, column, everyone
 from lightning_onebit.comm import Transport, handshake, share_values
 from lightning_onebit.engine.options import check_integer
+from lightning_onebit.engine.sharded import is_dtensor
 
 # Elements hashed at once: the 64-bit temporaries stay at a few megabytes, whatever the size of the parameter.
 CHUNK = 1 << 20
@@ -31,12 +32,13 @@ def fingerprint(tensor: Tensor) -> Tensor:
     threads. One changed element always changes the hash (``w_j`` is odd); several go unnoticed with probability 2^-63.
 
     Args:
-        tensor: any shape, dtype and strides; elements are taken in logical order.
+        tensor: any shape, dtype and strides; elements are taken in logical order. Of a DTensor those of this rank's shard.
 
     Returns:
         int64, 0-d, on the tensor's device.
     """
-    flat = tensor.detach().contiguous().view(-1)
+    local = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    flat = local.detach().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     bits = flat.view(_WORDS[flat.element_size()])
@@ -58,7 +60,7 @@ class ReplicaConsistencyMixin(OnebitCallback):
     residual belongs to which parameter.
     The first check comes before the first step, the last one when training ends. Local steps of 0/1 Adam let replicas
     differ on purpose: a check that falls between two synchronisations waits for the next one. Works with any strategy
-    of this package, whichever optimizers train the model.
+    of this package, whichever optimizers train the model. Of a sharded model, ranks that hold the same shards are compared.
 
     Args:
         every_n_steps: optimizer steps between two checks (all optimizers counted together, like ``trainer.global_step``).
@@ -113,20 +115,24 @@ class ReplicaConsistencyMixin(OnebitCallback):
         names, parameters = zip(*pl_module.named_parameters(), strict=True)
         mine = torch.stack([fingerprint(p).to(pl_module.device) for p in parameters])
         rows = share_values(self._transport, mine, "hashes of the parameters")
-        _compare(names, rows.cpu(), step)
+        # all ranks see all hashes, so that all of them raise
+        for ranks in trainer.strategy.replicas.columns:
+            _compare(names, rows.cpu(), step, ranks)
         for index, optimizer in enumerate(trainer.strategy.onebit_optimizers):
             if optimizer.steps:  # before the first step it makes the same comparison itself
-                handshake(self._transport, optimizer.plan_description(), pl_module.device, f"plan of optimizer {index}")
+                plan, ranks = optimizer.plan_description(), column(trainer, "ReplicaConsistency")
+                handshake(ranks, plan, pl_module.device, f"plan of optimizer {index}")
 
 
-def _compare(names: Sequence[str], rows: Tensor, step: int) -> None:
+def _compare(names: Sequence[str], rows: Tensor, step: int, ranks: Sequence[int]) -> None:
+    rows = rows[list(ranks)]
     differs = rows != rows[:1]
     wrong = differs.any(dim=0).nonzero().flatten().tolist()
     if wrong:
-        ranks = differs[:, wrong[0]].nonzero().flatten().tolist()
+        others = [ranks[i] for i in differs[:, wrong[0]].nonzero().flatten().tolist()]
         raise ReplicaMismatch(
             f"the replicas differ after step {step}: parameter {names[wrong[0]]!r} is the first of {len(wrong)} (of "
-            f"{len(names)}) that do, on rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))} against rank 0. "
+            f"{len(names)}) that do, on rank{'s' if len(others) > 1 else ''} {', '.join(map(str, others))} against rank {ranks[0]}. "
             "Something changes the weights of one rank alone (a callback, a hook, in-place surgery, failing memory): "
             "lower `every_n_steps` to find the step, and continue from a checkpoint made before it."
         )

@@ -13,11 +13,12 @@ import torch
 from lightning_onebit._choices import Automatic
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
-from lightning_onebit.callbacks._common import WatchingCallback, misconfiguration, named_optimizers
+from lightning_onebit.callbacks._common import WatchingCallback, misconfiguration, named_optimizers, uncompressed
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.comm import control_payload_bytes, exchange_collectives, peer_bytes, plan_buckets, ring_bytes
 from lightning_onebit.engine import Phase
 from lightning_onebit.engine.options import check_integer
+from lightning_onebit.engine.sharded import local_of
 
 # shares of the planned steps between which the automatic rule freezes where nobody has chosen others
 EARLIEST, LATEST = 0.1, 0.2
@@ -32,7 +33,8 @@ def bytes_of_steps(optimizer: Any, ranks: int) -> tuple[int, int, int]:
     All that is sent counts: scales, the blocks that tensors do not fill, and the control round. The optimizer need not have stepped.
     """
     share, size = optimizer.topology.ranks_per_node, optimizer.exchange.block_size
-    trained = [(p, group["compress"]) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    groups = [(group["params"], group["compress"]) for group in optimizer.param_groups]
+    trained = [(local_of(p), compressed) for params, compressed in groups for p in params if p.requires_grad]
     ddp = ring_bytes(ranks, sum(p.numel() * p.element_size() for p, _ in trained))
     # with every gradient goes an element that says whether there is one
     dense = ring_bytes(ranks, sum((p.numel() + 1) * p.element_size() for p, _ in trained))
@@ -321,13 +323,18 @@ class VarianceFreezeMixin(WatchingCallback):
         if watch.steps == "steps":
             text, at_least = f"{text} with a learning variance", "at least "
         text += f" of {planned:,} planned" if planned is not None else ""
-        if trainer.world_size == 1:
-            return f"{text}. One process exchanges nothing."
-        dense, compressed, ddp = bytes_of_steps(optimizer, trainer.world_size)
+        ranks = trainer.strategy.replicas.count
+        if ranks == 1:
+            return (
+                f"{text}. One process exchanges nothing."
+                if trainer.world_size == 1
+                else f"{text}. One replica exchanges nothing."
+            )
+        dense, compressed, ddp = bytes_of_steps(optimizer, ranks)
         if compressed >= LITTLE_GAIN * ddp:
             return (
                 f"{text}. The model is too small to gain: a compressed step sends {compressed:,} bytes, a dense one {ddp:,}, because every "
-                f'tensor fills whole blocks of {optimizer.exchange.block_size:,} elements. Use `strategy="ddp"`.'
+                f"tensor fills whole blocks of {optimizer.exchange.block_size:,} elements. Use {uncompressed(trainer)}."
             )
         if planned is None:
             return f"{text}. The longer the run, the less is sent: up to {ddp / compressed:.3g}x less than by dense averaging."
@@ -338,6 +345,7 @@ class VarianceFreezeMixin(WatchingCallback):
             w += refreshes / planned
             text += f", and {refreshes:,} refreshes"
         between = " between nodes" if optimizer.topology.ranks_per_node > 1 else ""
+        between = " between replicas" if trainer.strategy.replicas.shards > 1 else between
         factor = ddp / (w * dense + (1 - w) * compressed)
         return f"{text} (w = {w:.1%}): {at_least}{factor:.1f}x less is sent{between} than by dense averaging."
 

@@ -13,10 +13,11 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
 from lightning_onebit._text import format_bits, format_seconds
-from lightning_onebit.callbacks._common import OnebitCallback, named_optimizers
+from lightning_onebit.callbacks._common import OnebitCallback, column_group, named_optimizers, uncompressed
 from lightning_onebit.comm import ByteLedger
 from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.engine.options import check_integer, check_number
+from lightning_onebit.engine.sharded import local_of
 from lightning_onebit.tools.bench import LinkMeasurement, measure_link
 
 # Dense steps that are left out beside the first when waiting is watched: they connect, allocate and may compile.
@@ -103,7 +104,8 @@ def _on_line(x: int, x1: int, y1: float, x2: int, y2: float) -> float:
 
 
 def _elements(optimizer: OnebitOptimizer) -> int:
-    return sum(p.numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+    """Those that this rank holds."""
+    return sum(local_of(p).numel() for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
 
 
 class _Clock(NamedTuple):
@@ -162,8 +164,10 @@ class LinkProbeMixin(OnebitCallback):
         """Measures the link."""
         optimizers = [optimizer for _, optimizer in named_optimizers(self, trainer)]
         self._watch_from = self._began = None
-        if trainer.world_size == 1:
-            rank_zero_info("LinkProbe: one process exchanges nothing, so there is no link to measure.")
+        ranks, shards = trainer.strategy.replicas.count, trainer.strategy.replicas.shards
+        if ranks == 1:
+            kind = "replica" if shards > 1 else "process"
+            rank_zero_info(f"LinkProbe: one {kind} exchanges nothing, so there is no link to measure.")
             return
         size, largest = max(16, int(self.sample_mb * 1e6 / 4)), max(optimizers, key=_elements)
         small, large = (
@@ -173,17 +177,20 @@ class LinkProbeMixin(OnebitCallback):
                 timeout=trainer.strategy.timeout.total_seconds(),
                 algorithm=largest.algorithm,
                 ranks_per_node=largest.topology.ranks_per_node,
+                group=column_group(trainer),
                 # groups and when buckets leave are the probe's own
                 exchange=replace(largest.exchange, bucket_mb=largest.bucket_mb, process_group=None, overlap="step"),
             )
             for elements in (size // 16, size)
         )
-        self.report = LinkReport.extrapolate(sum(map(_elements, optimizers)), trainer.world_size, small, large)
+        # shards may be uneven: what the first rank says holds for all
+        elements = trainer.strategy.broadcast(sum(map(_elements, optimizers)))
+        self.report = LinkReport.extrapolate(elements, ranks, small, large)
         rank_zero_info(f"LinkProbe: {self.report}.")
         if not self.report.pays:
             rank_zero_warn(
                 "LinkProbe: compression cannot pay here: the exchange is not faster than averaging densely. Use "
-                '`strategy="ddp"`, or bring a slower network, more ranks or a larger model.'
+                f"{uncompressed(trainer)}, or bring a slower network, more ranks or a larger model."
             )
         if self.watch_steps is not None and "nccl" not in str(dist.get_backend()):
             self._watch_from = optimizers[0].ledger.steps + WARM_STEPS
@@ -211,7 +218,7 @@ class LinkProbeMixin(OnebitCallback):
         )
         if share < LITTLE_WAITING:
             rank_zero_warn(
-                f'{text}: the network is not the bottleneck, compression cannot pay. Use `strategy="ddp"`, or a smaller '
+                f"{text}: the network is not the bottleneck, compression cannot pay. Use {uncompressed(trainer)}, or a smaller "
                 "batch per rank if that trains better."
             )
         else:

@@ -11,9 +11,16 @@ import torch
 
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
-from lightning_onebit.callbacks._common import WatchingCallback, everyone, misconfiguration, named_optimizers
+from lightning_onebit.callbacks._common import (
+    WatchingCallback,
+    column_group,
+    everyone,
+    misconfiguration,
+    named_optimizers,
+)
 from lightning_onebit.comm import StepRecord, Transport, share_values
 from lightning_onebit.engine.options import check_flag, check_integer
+from lightning_onebit.engine.sharded import local_of
 from lightning_onebit.metrics import SignAgreement
 
 # So many columns of the table fit a terminal.
@@ -179,8 +186,10 @@ class CompressionStatsMixin(WatchingCallback):
             stepping = optimizer is watch.optimizer or getattr(optimizer, "optimizer", None) is watch.optimizer
             # Before a dense step the gradients are averages already, the same on all ranks.
             if stepping and not watch.optimizer.next_step_is_dense and (watch.optimizer.steps + 1) % every == 0:
-                parameters = [p for group in watch.optimizer.param_groups for p in group["params"]]
-                agreement = SignAgreement().to(everyone(trainer, "CompressionStats").device(parameters[0].device))
+                parameters = [local_of(p) for group in watch.optimizer.param_groups for p in group["params"]]
+                # of the ranks that exchange: of a sharded model those that hold the same elements
+                agreement = SignAgreement(process_group=column_group(trainer))
+                agreement = agreement.to(everyone(trainer, "CompressionStats").device(parameters[0].device))
                 agreement.update(p.new_zeros(p.numel()) if p.grad is None else p.grad for p in parameters)
                 watch.found["onebit/sign_agreement"] = float(agreement.compute())
 

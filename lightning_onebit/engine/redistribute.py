@@ -84,7 +84,8 @@ class Redistribution:
         Raises:
             ValueError: written by another algorithm, at another step, or for other parameters or blocks.
         """
-        for key in ("algorithm", "steps", "block_size", "numels", "segments", "strides", "preconditioned"):
+        same_elements = ("numels", "segments", "strides", "placed", "shard")
+        for key in ("algorithm", "steps", "block_size", *same_elements, "preconditioned"):
             saved, wanted = theirs.get(key, False), self._mine.get(key, False)
             if saved != wanted:
                 raise ValueError(

@@ -5,11 +5,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from lightning_onebit._names import shown_as
 from lightning_onebit.comm import DEFAULT_TIMEOUT
 from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.strategy.files import durable
-from lightning_onebit.strategy.ranks import Groups, Ranks, node_size
+from lightning_onebit.strategy.ranks import Groups, Ranks, Replicas, connected, node_size
 from lightning_onebit.strategy.registry import register
 
 if TYPE_CHECKING:
@@ -42,6 +44,16 @@ class Adapter(_Base):
     @checkpoint_io.setter
     def checkpoint_io(self, checkpoint_io: Any) -> None:
         super(Adapter, type(self)).checkpoint_io.fset(self, checkpoint_io)  # type: ignore[attr-defined]
+
+    @property
+    def replicas(self) -> Replicas:
+        """How the ranks of the run share the model."""
+        return Replicas(dist.get_world_size() if connected() else 1)
+
+    @property
+    def writes_later(self) -> bool:
+        """Whether checkpoints are handed over to a plugin that writes them while training goes on."""
+        return any(cls.__name__ == "AsyncCheckpointIO" for cls in type(self.checkpoint_io).__mro__)
 
     def _ranks(self, name: str, group: Any = None) -> Ranks:
         """All ranks, for small rounds that neither training nor its accounts know of."""

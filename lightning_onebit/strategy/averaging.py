@@ -15,6 +15,7 @@ from torch.distributed.utils import _sync_module_states
 
 from lightning_onebit.comm import Reducer, Transport
 from lightning_onebit.engine import OnebitOptimizer
+from lightning_onebit.engine.sharded import is_dtensor, local_of
 from lightning_onebit.strategy.checks import ignored, params_of
 
 # As DistributedDataParallel: how much one broadcast carries, and how large a bucket of dense averaging is.
@@ -35,9 +36,15 @@ def buffers_of(module: torch.nn.Module) -> list[Tensor]:
 
 def broadcast_buffers(module: torch.nn.Module) -> None:
     """Gives all ranks rank 0's buffers (BatchNorm's statistics), those too that the module has got since set-up. Collective."""
-    if buffers := buffers_of(module):
-        # .data: another backward of the last forward may follow, and autograd would take its statistics for changed
-        dist._broadcast_coalesced(_get_default_group(), [buffer.data for buffer in buffers], BROADCAST_BYTES, 0)
+    broadcast(buffers_of(module), _get_default_group())
+
+
+def broadcast(tensors: Sequence[Tensor], group: Any) -> None:
+    """Gives all ranks of a group the first one's values, of DTensors those of the local shard. Collective."""
+    # .data: another backward of the last forward may follow, and autograd would take buffers for changed
+    local = [(t._local_tensor if is_dtensor(t) else t).data for t in tensors]  # type: ignore[attr-defined]
+    if local and dist.get_world_size(group) > 1:
+        dist._broadcast_coalesced(group, local, BROADCAST_BYTES, 0)
 
 
 class DenseAverage:
@@ -50,6 +57,7 @@ class DenseAverage:
         compressed: gives the compressed optimizers of the moment.
         connect: makes the transport, which is needed only where there is something to average.
         overlap: whether averages leave in the midst of backward.
+        which: of the parameters; None: all.
     """
 
     def __init__(
@@ -58,9 +66,11 @@ class DenseAverage:
         compressed: Callable[[], Sequence[OnebitOptimizer]],
         connect: Callable[[], Transport],
         overlap: bool,
+        which: Callable[[Tensor], bool] | None = None,
     ) -> None:
         left_alone = ignored(module)
-        self._names = {p: name for name, p in module.named_parameters() if name not in left_alone}
+        named = [(name, p) for name, p in module.named_parameters() if which is None or which(p)]
+        self._names = {p: name for name, p in named if name not in left_alone}
         self._compressed = compressed
         self._connect = connect
         self._overlap = overlap
@@ -109,7 +119,7 @@ class DenseAverage:
         self._averaged = wanted
         if wanted and dist.get_world_size() > 1:
             self._transport = self._transport or self._connect()
-            self._reducer = Reducer(wanted, self._transport, BUCKET_BYTES, overlap=self._overlap)
+            self._reducer = Reducer([local_of(p) for p in wanted], self._transport, BUCKET_BYTES, overlap=self._overlap)
 
     def _stop(self) -> None:
         reducer, self._reducer, self._averaged = self._reducer, None, []

@@ -57,16 +57,22 @@ class Checkpoints:
         """
         states = [optimizer.residual_state_dict() for optimizer in optimizers]
         ranks = Ranks(strategy.timeout, strategy.root_device, "checkpoint")
-        later = any(cls.__name__ == "AsyncCheckpointIO" for cls in type(strategy.checkpoint_io).__mro__)
+        later, replicas = strategy.writes_later, strategy.replicas
         cleans = strategy.local_rank == 0
-        if any(state["world_size"] != ranks.size for state in states):
+        if any(state["world_size"] != replicas.count for state in states):
             rank_zero_warn(
-                f"{path} is saved without residuals, which are on {states[0]['world_size']} ranks: {ranks.size} of them take part."
+                f"{path} is saved without residuals, which are on {states[0]['world_size']} ranks: {replicas.count} of them take part."
             )
             states = []
         if states:
             path, written, older = save_shards(
-                path, states, ranks, lambda s: publish({STAMP_KEY: s.as_dict()}), cleans=cleans, asynchronous=later
+                path,
+                states,
+                ranks,
+                lambda s: publish({STAMP_KEY: s.as_dict()}),
+                replicas=replicas,
+                cleans=cleans,
+                asynchronous=later,
             )
         else:
             written, older = "", shard_ids(path)
@@ -106,7 +112,7 @@ class Checkpoints:
             return
         try:
             ranks = Ranks(strategy.timeout, strategy.root_device, "checkpoint")
-            said = restore_residuals(loaded, path, optimizers, ranks)
+            said = restore_residuals(loaded, path, optimizers, ranks, strategy.replicas)
             if said is not None:
                 rank_zero_info(f"{path}: {said}.")
         except ShardError as lost:
@@ -115,7 +121,7 @@ class Checkpoints:
                     f"strict_residuals=True: {lost}. Restore the folder `<name>.ckpt.onebit` beside the checkpoint, or set "
                     "strict_residuals=False to go on with residuals that start from zero."
                 ) from lost
-            hint = "" if strict is None else " (`OnebitStrategy(strict_residuals=True)` makes this an error)"
+            hint = "" if strict is None else f" (`{strategy._shown_name}(strict_residuals=True)` makes this an error)"
             rank_zero_warn(
                 f"resuming {' and '.join(type(o).__name__ for o in optimizers)} without residuals: {lost}. Weights, momentum and variance "
                 "continue from the checkpoint; residuals (the compression error that is carried from step to step, different on every "

@@ -16,6 +16,7 @@ from lightning_onebit._choices import OtherOptimizers, choices
 from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.engine.layout import TRAINABLE_DTYPES
 from lightning_onebit.engine.options import check_choice, check_flag, check_integer
+from lightning_onebit.engine.sharded import OLDEST_TORCH, is_dtensor
 from lightning_onebit.strategy.trees import PACKAGES
 
 # what a module may not hold -> why, with a remedy
@@ -23,8 +24,10 @@ _TENSORS: list[tuple[Callable[[Any], bool], str]] = [
     (is_lazy, "is not initialised (a lazy module): run a forward pass before `fit`, so that its shape is known."),
     (
         lambda tensor: any(cls.__name__ == "DTensor" for cls in type(tensor).__mro__),
-        "is a DTensor (FSDP2, tensor or model parallel), but every rank must hold all of the model: leave it whole, or use Lightning's "
-        "ModelParallelStrategy, uncompressed.",
+        "is a DTensor (FSDP2, tensor or model parallel), but every rank must hold all of the model: leave it whole, or, with a Trainer, "
+        'use OnebitModelParallelStrategy (strategy="onebit_adam_sharded"), which compresses between replicas. Without one give the '
+        'optimizer the ranks that hold the same shards: OnebitAdam(params, exchange=ExchangeOptions(process_group=mesh["replicate"]'
+        ".get_group())).",
     ),
 ]
 _MODULES: list[tuple[Callable[[Any], bool], str]] = [
@@ -65,16 +68,63 @@ def check_options(ranks_per_node: int | None, other_optimizers: str, timeout: ti
         raise ValueError(f"timeout={timeout!r} must be longer than nothing; {example}")
 
 
-def check_module(module: torch.nn.Module, error: type[Exception]) -> None:
-    """Refuses by name what no replica of the strategy could train.
+def check_module(module: torch.nn.Module, error: type[Exception], *, sharded: bool = False) -> None:
+    """Refuses by name what no replica of the strategy could train; ``sharded``: a replica may have several ranks.
 
     Raises:
         error: a parameter, buffer or part of the module is lazy, sharded, sparse or wrapped.
     """
     tensors = [*module.named_parameters(), *module.named_buffers()]
-    for (name, part), (wrong, reason) in (*product(tensors, _TENSORS), *product(module.named_modules(), _MODULES)):
+    wrong_tensors = _TENSORS[:1] if sharded else _TENSORS
+    for (name, part), (wrong, reason) in (*product(tensors, wrong_tensors), *product(module.named_modules(), _MODULES)):
         if wrong(part):
             raise error(f"{name} {reason.format(kind=type(part).__name__)}")
+
+
+def check_sharded_torch(error: type[Exception]) -> None:
+    """Refuses a torch that is too old for sharded models."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < OLDEST_TORCH:
+        raise error(
+            f"OnebitModelParallelStrategy needs torch>={'.'.join(map(str, OLDEST_TORCH))}, this is torch {torch.__version__}: "
+            'upgrade it, or train the whole model on every rank with OnebitStrategy (strategy="onebit_adam").'
+        )
+
+
+def check_sharded_module(module: Any, column: Sequence[int], error: type[Exception]) -> None:
+    """Refuses by name what no replica of the strategy for sharded models could train.
+
+    Args:
+        module: the LightningModule.
+        column: the ranks that hold the same shards as this one, in other replicas.
+        error: what is raised.
+    """
+    if not has_own(module, "configure_model"):
+        raise error(
+            f"{type(module).__name__} has no `configure_model`: shard the model there, with fully_shard(part, mesh=self.device_mesh"
+            '["data_parallel"]), or use OnebitStrategy (strategy="onebit_adam"), with which every rank holds all of the model.'
+        )
+    for name, part in module.named_modules():
+        if type(part).__name__ == "FullyShardedDataParallel":
+            raise error(
+                f"{name} is wrapped in FullyShardedDataParallel, whose parameters are no DTensors: use FSDP2, fully_shard(part, "
+                'mesh=self.device_mesh["data_parallel"]).'
+            )
+    check_module(module, error, sharded=True)
+    sharded = {name: p for name, p in module.named_parameters() if is_dtensor(p)}
+    if not sharded:
+        raise error(
+            f"no parameter of {type(module).__name__} is a DTensor, so every rank holds all of the model: shard it in `configure_model`, "
+            'with fully_shard(part, mesh=self.device_mesh["data_parallel"]), or use OnebitStrategy (strategy="onebit_adam").'
+        )
+    for name, p in sharded.items():
+        mesh = p.device_mesh
+        if len(both := sorted(set(column).intersection(mesh.mesh.flatten().tolist()))) > 1:
+            raise error(
+                f"{name} is sharded over ranks {both}, which are in different replicas (mesh dimensions {mesh.mesh_dim_names}): give "
+                'fully_shard() and parallelize_module() the dimensions within a replica, mesh=self.device_mesh["data_parallel"] or '
+                '["tensor_parallel"].'
+            )
 
 
 def ignored(module: torch.nn.Module) -> set[str]:

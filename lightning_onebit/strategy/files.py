@@ -8,6 +8,7 @@ import hashlib
 import os
 import platform
 import re
+import shutil
 from collections.abc import Iterator
 from typing import IO, Any
 
@@ -32,9 +33,7 @@ def writing(url: str) -> Iterator[IO[bytes]]:
         with fs.open(path, "wb") as file:
             yield file
         return
-    # nothing that looks for checkpoints by their names finds these
-    host = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
-    stem = f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-{host}"
+    stem = _stem(name)
     temporary = os.path.join(folder, f"{stem}-{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -48,6 +47,74 @@ def writing(url: str) -> Iterator[IO[bytes]]:
         raise
     sync_folder(folder)
     _remove_left_over(folder, stem)
+
+
+def _stem(name: str) -> str:
+    """How temporary names of a file begin on this machine; nothing that looks for checkpoints by their names finds them."""
+    host = hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+    return f".{hashlib.sha256(name.encode()).hexdigest()[:16]}-{host}"
+
+
+def folder_beside(path: str) -> str:
+    """Makes an empty folder beside a path, whose content ``move_folder()`` brings there; what dead processes have left of one goes."""
+    folder, name = os.path.split(path)
+    os.makedirs(folder or ".", exist_ok=True)
+    _remove_left_over(folder or ".", _stem(name))
+    temporary = os.path.join(folder, f"{_stem(name)}-{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    os.mkdir(temporary)
+    return temporary
+
+
+def move_folder(temporary: str, path: str) -> None:
+    """Brings a folder under its name, in the place of a file or folder that is there.
+
+    A folder cannot be replaced in one move: the older one is moved aside first, and ``put_back()`` finds it if this process dies before
+    the new one is in its place.
+    """
+    sync_folder(temporary)
+    with set_aside(path):
+        os.rename(temporary, path)
+    sync_folder(os.path.dirname(path))
+
+
+@contextlib.contextmanager
+def set_aside(path: str) -> Iterator[None]:
+    """Within it there is nothing under a path; afterwards what was there is gone, or back after an error."""
+    put_back(path)
+    if not os.path.lexists(path):
+        yield
+        return
+    aside = _aside(path)
+    os.rename(path, aside)
+    try:
+        yield
+    except BaseException:
+        os.rename(aside, path)
+        raise
+    _remove(aside)
+
+
+def put_back(path: str) -> None:
+    """Ends a ``set_aside()`` whose process has died: what it has moved aside returns, unless something new has come."""
+    aside = _aside(path)
+    if os.path.lexists(aside):
+        if os.path.lexists(path):
+            _remove(aside)
+        else:
+            os.rename(aside, path)
+
+
+def _aside(path: str) -> str:
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.aside")
+
+
+def _remove(path: str) -> None:
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        os.remove(path)
 
 
 def sync_folder(folder: str) -> None:
@@ -75,7 +142,7 @@ def _remove_left_over(folder: str, stem: str) -> None:
                 os.kill(int(match[1]), 0)
             except ProcessLookupError:
                 with contextlib.suppress(OSError):
-                    os.remove(os.path.join(folder, name))
+                    _remove(os.path.join(folder, name))
             except OSError:
                 continue
 

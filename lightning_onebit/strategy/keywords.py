@@ -7,13 +7,15 @@ which an error names. So has what programs look for in the wrapper around the mo
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal, get_type_hints
 
 from lightning_onebit._say import rank_zero_info
 from lightning_onebit.engine import ExchangeOptions
-from lightning_onebit.strategy.registry import ALGORITHMS
+from lightning_onebit.engine.options import arguments_text
+from lightning_onebit.strategy.registry import ALGORITHMS, algorithm_names, option_parameters, option_texts
 
 #: keywords that ask for nothing that is missing here -> why
 _NOT_NEEDED = {
@@ -70,11 +72,16 @@ _REFUSED_BY_FABRIC = {
 
 
 def heed_ddp_keywords(
-    given: Mapping[str, Any], *, algorithm: str, known: Collection[str], fabric: bool = False
+    given: Mapping[str, Any],
+    *,
+    algorithm: str,
+    known: Collection[str],
+    fabric: bool = False,
+    strategy: str = "OnebitStrategy",
 ) -> None:
     """Says why keywords that are no options of a strategy are not needed, or refuses them. None counts as not given.
 
-    ``known`` are the names of its options, for near matches.
+    ``known`` are the names of its options, for near matches, ``strategy`` that of its class.
 
     Raises:
         ValueError: a keyword of DDP's that asks for something else than what happens; the message has the counterpart.
@@ -82,7 +89,7 @@ def heed_ddp_keywords(
     """
     for name, value in given.items():
         if name not in _NOT_NEEDED and name not in _REFUSED:
-            raise TypeError(_unknown(name, value, known, fabric))
+            raise TypeError(_unknown(name, value, known, fabric, strategy))
         if value is None:
             continue
         if name in _NOT_NEEDED and not (name == "init_sync" and value is False):
@@ -92,14 +99,14 @@ def heed_ddp_keywords(
             continue
         remedy = {**_REFUSED, **(_REFUSED_BY_FABRIC if fabric else {})}[name]
         raise ValueError(
-            f"{name}={value!r} is no option of OnebitStrategy, which does without DistributedDataParallel: "
+            f"{name}={value!r} is no option of {strategy}, which does without DistributedDataParallel: "
             + remedy.format(value=value, algorithm=algorithm, owner="Fabric" if fabric else "Trainer")
         )
 
 
-def _unknown(name: str, value: Any, known: Collection[str], fabric: bool) -> str:
+def _unknown(name: str, value: Any, known: Collection[str], fabric: bool, strategy: str) -> str:
     """What to say about a keyword that nobody knows."""
-    said = f"OnebitStrategy has no option {name}={value!r}"
+    said = f"{strategy} has no option {name}={value!r}"
     optimizer = "fabric.strategy.optimizer" if fabric else "self.trainer.strategy.optimizer"
     options = set().union(*(algorithm.options for algorithm in ALGORITHMS.values()))
     if name in {"lr", "betas", "beta", "eps", "weight_decay"} or (fabric and name in options):
@@ -113,7 +120,7 @@ def _unknown(name: str, value: Any, known: Collection[str], fabric: bool) -> str
             f"{match}{f' (of `{optimizer}`)' if fabric and match in options else ''}" for match in near
         )
         return f"{said}: did you mean {listed}?"
-    return f"{said}: see help(lightning_onebit.{'fabric.' if fabric else ''}OnebitStrategy) for those it has"
+    return f"{said}: see help(lightning_onebit.{'fabric.' if fabric else ''}{strategy}) for those it has"
 
 
 #: attributes of the wrapper that programs reach for -> what to write instead
@@ -132,3 +139,20 @@ def explain_missing_wrapper(error: BaseException, module: Any) -> None:
     instead = _WRAPPER.get(str(getattr(error, "name", "")))
     if instead is not None:
         error.args = (f"{error}. The strategy wraps no module in DistributedDataParallel: use {instead}.",)
+
+
+def show_options(init: Any) -> None:
+    """Lets ``help()`` and LightningCLI see the options of all algorithms, and DDP's keywords, as keywords of a strategy.
+
+    ``init`` is its constructor, of which the last parameter is ``**options``.
+    """
+    vars(init).pop("__signature__", None)
+    kinds = {**get_type_hints(init), "algorithm": Literal[algorithm_names()]}
+    own = [p.replace(annotation=kinds.get(n, p.annotation)) for n, p in inspect.signature(init).parameters.items()]
+    by_keyword = inspect.Parameter.KEYWORD_ONLY
+    ddp = [inspect.Parameter(name, by_keyword, default=None, annotation=Any) for name in DDP_KEYWORDS]
+    init.__signature__ = inspect.Signature([*own[:-1], *option_parameters().values(), *ddp])
+    keywords = dict.fromkeys(
+        DDP_KEYWORDS, "of DistributedDataParallel: not needed, or refused with what to write instead."
+    )
+    init.__doc__ = arguments_text({**option_texts(), **keywords})

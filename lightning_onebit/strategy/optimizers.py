@@ -20,7 +20,7 @@ from lightning_onebit.strategy.convert import (
     stand_in,
     untrainable,
 )
-from lightning_onebit.strategy.registry import Algorithm, check_options
+from lightning_onebit.strategy.registry import SHARDED, Algorithm, check_options
 
 
 @dataclass(eq=False)
@@ -34,6 +34,7 @@ class OptimizerMaker:
         converts: whether plain optimizers are converted.
         dense: whether those that cannot be compressed are trained with dense averages.
         error: what is raised where an optimizer cannot be trained.
+        sharded: whether the strategy is that for sharded models, for messages.
     """
 
     algorithm: Algorithm
@@ -42,6 +43,7 @@ class OptimizerMaker:
     converts: bool
     dense: bool
     error: type[Exception]
+    sharded: bool = False
     _made: WeakSet[OnebitOptimizer] = field(default_factory=WeakSet, init=False)
     _converted: WeakKeyDictionary[torch.optim.Optimizer, OnebitOptimizer] = field(
         default_factory=WeakKeyDictionary, init=False
@@ -57,12 +59,18 @@ class OptimizerMaker:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process has made nothing."""
-        return type(self), (self.algorithm, self.options, self.exchange, self.converts, self.dense, self.error)
+        given = (self.algorithm, self.options, self.exchange, self.converts, self.dense, self.error, self.sharded)
+        return type(self), given
 
     @property
     def given(self) -> dict[str, Any]:
         """All that the strategy was told of its optimizers."""
         return {**self.options, **({} if self.exchange is None else {"exchange": self.exchange})}
+
+    @property
+    def strategy(self) -> str:
+        """Class of the strategy."""
+        return "OnebitModelParallelStrategy" if self.sharded else "OnebitStrategy"
 
     def __str__(self) -> str:
         """The same as keyword arguments."""
@@ -100,14 +108,15 @@ class OptimizerMaker:
         raise self.error(
             f"{name} cannot be trained by {self.algorithm.name!r}: {reason}. Return `self.trainer.strategy.optimizer(params, ...)` or "
             f"`lightning_onebit.{self.algorithm.optimizer.__name__}(params, ...)` from `configure_optimizers`, or train it uncompressed, "
-            'as DDP would, with `OnebitStrategy(other_optimizers="dense")`.'
+            f'as DDP would, with `{self.strategy}(other_optimizers="dense")`.'
         )
 
     def _check_direct(self, optimizer: OnebitOptimizer, name: str) -> None:
         if optimizer.algorithm != self.algorithm.name:
+            suggested = f'`strategy="{optimizer.algorithm}{SHARDED if self.sharded else ""}"`'
             raise self.error(
                 f"the strategy's algorithm is {self.algorithm.name!r}, but `configure_optimizers` returned {name}: set "
-                f'`strategy="{optimizer.algorithm}"`, or return `self.trainer.strategy.optimizer(params, ...)`.'
+                f"{suggested}, or return `self.trainer.strategy.optimizer(params, ...)`."
             )
         if self.given and optimizer not in self._made:
             raise self.error(
@@ -122,7 +131,7 @@ class OptimizerMaker:
             self._made.add(converted)
             rank_zero_info(
                 f"{type(optimizer).__name__} is converted to {type(converted).__name__} with the same hyperparameters, parameter groups "
-                "and schedulers (`OnebitStrategy(convert_optimizers=False)` turns conversion off)."
+                f"and schedulers (`{self.strategy}(convert_optimizers=False)` turns conversion off)."
             )
         try:
             repoint_schedulers(schedulers, optimizer, converted)

@@ -7,6 +7,7 @@ import contextlib
 import json
 import weakref
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -41,6 +42,30 @@ def disconnected_at_exit() -> Iterator[None]:
 def _disconnect() -> None:
     with contextlib.suppress(RuntimeError):
         disconnect()
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """How the ranks of a run share the model: consecutive ones hold the shards of one replica.
+
+    The ranks that hold the same shards, one in each replica, are a *column*: they exchange with each other.
+
+    Attributes:
+        count: number of replicas.
+        shards: ranks of a replica; 1: every rank holds all of the model.
+    """
+
+    count: int
+    shards: int = 1
+
+    @property
+    def columns(self) -> list[list[int]]:
+        """The ranks of every column, in the order of replicas."""
+        return [list(range(column, self.count * self.shards, self.shards)) for column in range(self.shards)]
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """The replica that a rank belongs to, and its column."""
+        return divmod(rank, self.shards)
 
 
 class Ranks:
@@ -114,19 +139,28 @@ class Groups:
     """Process groups that were made for an adapter, to be destroyed on all ranks alike.
 
     Torch holds them until then; a reference that lives longer keeps gloo's threads, so here they are held weakly.
+
+    Args:
+        replicas: how ranks share the model; None: each has all of it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: Replicas | None = None) -> None:
+        self._replicas = replicas
         self._refs: list[weakref.ref[Any]] = []
 
-    def new(self, timeout: timedelta | None) -> dist.ProcessGroup:
-        """A process group of all ranks. Collective."""
-        group = dist.new_group(timeout=timeout)
+    def new(self, timeout: timedelta | None, *, everyone: bool = False) -> dist.ProcessGroup:
+        """A process group of this rank's column, or of all ranks if there is one column or ``everyone`` is set. Collective."""
+        replicas = None if everyone else self._replicas
+        if replicas is None or replicas.shards == 1:
+            group = dist.new_group(timeout=timeout)
+        else:  # every rank makes the groups of all columns, in the same order
+            made = [dist.new_group(ranks, timeout=timeout) for ranks in replicas.columns]
+            group = made[replicas.place(dist.get_rank())[1]]
         self._refs.append(weakref.ref(group))
         return group
 
     def join(self, optimizer: OnebitOptimizer, timeout: timedelta | None, **how: Any) -> None:
-        """Gives an optimizer a process group of all ranks, in the place of the one it may have from an earlier run. Collective.
+        """Gives an optimizer a process group of its own (``new()``), instead of the one it may have from an earlier run. Collective.
 
         The smaller of ``timeout`` and its exchange's counts. ``how``: as for ``configure_communication()``.
         """

@@ -17,6 +17,9 @@ from lightning_onebit.engine.options import as_parameters, described
 #: suffix of a strategy name -> start method, as Lightning names its own strategies
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
+#: suffix of the names of ``OnebitModelParallelStrategy``
+SHARDED = "_sharded"
+
 #: further suffix -> what it asks for; users of DDP's names find the like here
 UNUSED_PARAMETERS: dict[str, dict[str, bool]] = {
     "": {},
@@ -106,25 +109,31 @@ def registered_strategies() -> Iterator[tuple[str, Algorithm, dict[str, Any]]]:
                 yield name + suffix + further, algorithm, {"start_method": start_method, **asked}
 
 
-def register(strategy_class: type, registry: Any) -> None:
+def sharded_strategies() -> Iterator[tuple[str, Algorithm, dict[str, Any]]]:
+    """The same of the strategy for models that are sharded inside a replica."""
+    for name, algorithm in _by_name().items():
+        yield name + SHARDED, algorithm, {"replicate_size": "auto"}
+
+
+def register(strategy_class: type, registry: Any, names: Callable[[], Iterator[Any]] = registered_strategies) -> None:
     """Enters a strategy class in a registry of Lightning's or Fabric's under every name, also those of algorithms to come."""
     if (id(registry), strategy_class) not in _registered:
         _registered.add((id(registry), strategy_class))
-        when_algorithms_change(lambda: register(strategy_class, registry))
-    for name, algorithm, keywords in registered_strategies():
+        when_algorithms_change(lambda: register(strategy_class, registry, names))
+    for name, algorithm, keywords in names():
         said = f"{algorithm.title} with " + " and ".join(f"`{key}` {value!r}" for key, value in keywords.items())
         keywords["algorithm"] = algorithm.name
         registry.register(name, strategy_class, description=said, override=True, **keywords)
 
 
 def available_strategies() -> tuple[str, ...]:
-    """The names that ``Trainer(strategy=...)`` accepts once ``lightning_onebit`` is imported.
+    """The names that ``Trainer(strategy=...)`` accepts once ``lightning_onebit`` is imported; Fabric has those without ``_sharded``.
 
     Example:
         >>> "onebit_adam" in available_strategies()
         True
     """
-    return tuple(name for name, _, _ in registered_strategies())
+    return tuple(name for name, _, _ in (*registered_strategies(), *sharded_strategies()))
 
 
 def find_algorithm(name: Any) -> Algorithm:

@@ -8,6 +8,8 @@ all, lies beside it in one file per rank, a *shard*::
     epoch=3.ckpt.onebit/<id>/rank-00000-of-00002.pt
     epoch=3.ckpt.onebit/<id>/rank-00001-of-00002.pt
 
+If the model is sharded, ranks are numbered by replica, and names begin with the column (``column-00000-of-00004-rank-...``).
+
 The id is drawn anew at every save and stamped into the ``.ckpt`` and its shards. Shards are complete before the ``.ckpt`` appears under
 its name, and those of a ``.ckpt`` that is being overwritten are removed only afterwards: whenever a run dies, the ``.ckpt`` that can be
 seen has its shards.
@@ -35,7 +37,7 @@ from torch import Tensor
 from lightning_onebit.engine import OnebitOptimizer, Phase
 from lightning_onebit.engine.redistribute import Redistribution
 from lightning_onebit.strategy.files import sync_folder, writing
-from lightning_onebit.strategy.ranks import Ranks
+from lightning_onebit.strategy.ranks import Ranks, Replicas
 
 log = logging.getLogger("lightning_onebit")
 
@@ -55,19 +57,21 @@ class Stamp:
 
     Attributes:
         id: 32 hexadecimal digits, drawn by rank 0 at every save.
-        world_size: number of ranks that saved.
+        world_size: number of ranks that saved; of a sharded model the number of its replicas.
         shards: whether there are shards; in a dense warm-up, and in a world of one rank, nothing differs by rank.
         version: format of the shards.
+        columns: ranks that hold one replica together.
     """
 
     id: str
     world_size: int
     shards: bool
     version: int = SHARD_VERSION
+    columns: int = 1
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, readable with ``weights_only=True``."""
-        return asdict(self)
+        return {key: value for key, value in asdict(self).items() if (key, value) != ("columns", 1)}
 
     @classmethod
     def of(cls, checkpoint: Mapping[str, Any]) -> Stamp | None:
@@ -88,7 +92,7 @@ class Stamp:
                 f"shards of format {stamp.version} are newer than this release reads ({SHARD_VERSION}); upgrade"
             )
         # it becomes part of a path
-        whole = type(stamp.world_size) is int and stamp.world_size >= 1
+        whole = all(type(number) is int and number >= 1 for number in (stamp.world_size, stamp.columns))
         if not (isinstance(stamp.id, str) and _ID.fullmatch(stamp.id) and whole):
             raise ShardError(f"the checkpoint's entry {STAMP_KEY!r} is damaged: {found!r}")
         return stamp
@@ -100,12 +104,15 @@ def resolve(checkpoint_path: str) -> str:
     return os.path.realpath(path) if isinstance(fs, LocalFileSystem) else checkpoint_path
 
 
-def shard_path(checkpoint_path: str, stamp: Stamp, rank: int) -> str:
+def shard_path(checkpoint_path: str, stamp: Stamp, rank: int, column: int = 0) -> str:
     """Where the shard of a rank lies: a path or URL beside that of the ``.ckpt``."""
-    return f"{checkpoint_path}.onebit/{stamp.id}/rank-{rank:05d}-of-{stamp.world_size:05d}.pt"
+    of_model = f"column-{column:05d}-of-{stamp.columns:05d}-" if stamp.columns > 1 else ""
+    return f"{checkpoint_path}.onebit/{stamp.id}/{of_model}rank-{rank:05d}-of-{stamp.world_size:05d}.pt"
 
 
-def write_shard(checkpoint_path: str, stamp: Stamp, rank: int, states: Sequence[Mapping[str, Any]]) -> None:
+def write_shard(
+    checkpoint_path: str, stamp: Stamp, rank: int, states: Sequence[Mapping[str, Any]], column: int = 0
+) -> None:
     """Writes what only this rank has: ``residual_state_dict()`` of each compressed optimizer.
 
     Raises:
@@ -116,8 +123,8 @@ def write_shard(checkpoint_path: str, stamp: Stamp, rank: int, states: Sequence[
         {**state, "tensors": {k: own_storage(t.detach().cpu()) for k, t in state["tensors"].items()}}
         for state in states
     ]
-    shard = {**stamp.as_dict(), "rank": rank, "optimizers": states, "sha256": checksum(states)}
-    target = shard_path(checkpoint_path, stamp, rank)
+    shard = {**_identity(stamp, rank, column), "optimizers": states, "sha256": checksum(states)}
+    target = shard_path(checkpoint_path, stamp, rank, column)
     try:
         with writing(target) as file:
             torch.save(shard, file)
@@ -128,7 +135,12 @@ def write_shard(checkpoint_path: str, stamp: Stamp, rank: int, states: Sequence[
         raise ShardError(f"cannot write {target}: {error}") from error
 
 
-def read_shard(checkpoint_path: str, stamp: Stamp, rank: int) -> list[dict[str, Any]]:
+def _identity(stamp: Stamp, rank: int, column: int) -> dict[str, Any]:
+    """Which shard of which save it is."""
+    return {**stamp.as_dict(), "rank": rank, **({"column": column} if stamp.columns > 1 else {})}
+
+
+def read_shard(checkpoint_path: str, stamp: Stamp, rank: int, column: int = 0) -> list[dict[str, Any]]:
     """The states that ``write_shard()`` was given, tensors on the CPU.
 
     Nothing in the file is executed (``weights_only=True``).
@@ -136,7 +148,7 @@ def read_shard(checkpoint_path: str, stamp: Stamp, rank: int) -> list[dict[str, 
     Raises:
         ShardError: missing, damaged, of another save, or not inside the checkpoint's folder.
     """
-    target = shard_path(checkpoint_path, stamp, rank)
+    target = shard_path(checkpoint_path, stamp, rank, column)
     fs, path = url_to_fs(target)
     local = isinstance(fs, LocalFileSystem)
     folder = os.path.realpath(os.path.dirname(url_to_fs(checkpoint_path)[1]))
@@ -150,12 +162,13 @@ def read_shard(checkpoint_path: str, stamp: Stamp, rank: int) -> list[dict[str, 
         else:
             with fs.open(path, "rb") as file:
                 shard = torch.load(file, map_location="cpu", weights_only=True)
-        found = {key: shard[key] for key in ("id", "world_size", "version", "rank")}
+        expected = _identity(stamp, rank, column)
+        del expected["shards"]
+        found = {key: shard[key] for key in expected}
         states, written = shard["optimizers"], shard["sha256"]
         actual = checksum(states)
     except Exception as error:  # a damaged file may make torch's reader raise anything
         raise ShardError(f"{target} is damaged: {type(error).__name__}: {error}") from error
-    expected = {"id": stamp.id, "world_size": stamp.world_size, "version": stamp.version, "rank": rank}
     if found != expected:
         raise ShardError(f"{target} belongs to another checkpoint: it says {found}, {expected} was expected")
     if actual != written:
@@ -223,6 +236,7 @@ def save_shards(
     ranks: Ranks,
     publish: Callable[[Stamp], None],
     *,
+    replicas: Replicas | None = None,
     cleans: bool,
     asynchronous: bool = False,
 ) -> tuple[str, str, set[str]]:
@@ -232,7 +246,8 @@ def save_shards(
         checkpoint_path: path or URL; metrics in file names may differ by rank: rank 0's counts, as its file does.
         states: ``residual_state_dict()`` of each compressed optimizer.
         ranks: those that save.
-        publish: makes the ``.ckpt`` with this stamp appear (does nothing on ranks other than 0).
+        publish: makes the ``.ckpt`` with this stamp appear; called on all ranks.
+        replicas: how they share the model; None: each has all of it.
         cleans: whether this rank removes what a save that fails has left on its node.
         asynchronous: whether ``publish`` only hands the ``.ckpt`` over to be written.
 
@@ -242,13 +257,18 @@ def save_shards(
     Raises:
         ShardError: on every rank, if any rank cannot write; an older checkpoint of this name stays whole.
     """
-    path, chosen = ranks.gather((checkpoint_path, uuid.uuid4().hex))[0]
+    replicas = replicas or Replicas(ranks.size)
+    mine = any(state["tensors"] for state in states)
+    said = ranks.gather((checkpoint_path, uuid.uuid4().hex, mine))
+    path, chosen, _ = said[0]
     older = shard_ids(path).difference([chosen])  # other ranks may have begun to write
-    stamp = Stamp(chosen, ranks.size, any(state["tensors"] for state in states))
+    # a rank may hold no element of a sharded model
+    stamp = Stamp(chosen, replicas.count, any(theirs for *_, theirs in said), columns=replicas.shards)
+    position, column = replicas.place(ranks.rank)
     problem, raised = "", None
     if stamp.shards:
         try:
-            write_shard(path, stamp, ranks.rank, states)
+            write_shard(path, stamp, position, states, column)
         except ShardError as error:
             problem = str(error)
     failed = incomplete = ranks.agree(problem)
@@ -268,12 +288,16 @@ def save_shards(
 
 
 def restore_residuals(
-    loaded: Mapping[str, Any], checkpoint_path: str | None, optimizers: Sequence[OnebitOptimizer], ranks: Ranks
+    loaded: Mapping[str, Any],
+    checkpoint_path: str | None,
+    optimizers: Sequence[OnebitOptimizer],
+    ranks: Ranks,
+    replicas: Replicas | None = None,
 ) -> str | None:
     """Completes optimizers whose replicated state was loaded from a ``.ckpt`` with what differs by rank. Collective.
 
-    Into the world it was saved from, everything returns bit for bit. Into another one it is redistributed (see
-    ``Redistribution``), reading one shard at a time.
+    Into the world it was saved from, everything returns bit for bit. Into another number of replicas it is redistributed (see
+    ``Redistribution``), reading one shard at a time. Residuals of a model that is sharded in another way are those of other elements.
 
     Returns:
         A sentence about what was redistributed; None when all is as it was.
@@ -292,7 +316,14 @@ def restore_residuals(
     states: list[dict[str, Any]] = []
     said, problem = None, ""
     try:
-        states, said = _states_for(resolve(checkpoint_path), stamp, ranks.rank, optimizers)
+        replicas = replicas or Replicas(ranks.size)
+        position, column = replicas.place(ranks.rank)
+        if stamp.columns != replicas.shards:
+            raise ShardError(
+                f"they belong to replicas of {stamp.columns} rank(s) each, which hold other parts of the model than those here, of "
+                f"{replicas.shards} rank(s)"
+            )
+        states, said = _states_for(resolve(checkpoint_path), stamp, position, column, optimizers)
     except (ShardError, ValueError, KeyError) as error:
         problem = str(error)
     failed = ranks.agree(problem)
@@ -305,13 +336,13 @@ def restore_residuals(
 
 
 def _states_for(
-    checkpoint_path: str, stamp: Stamp, rank: int, optimizers: Sequence[OnebitOptimizer]
+    checkpoint_path: str, stamp: Stamp, rank: int, column: int, optimizers: Sequence[OnebitOptimizer]
 ) -> tuple[list[dict[str, Any]], str | None]:
     """This rank's states, and what was redistributed."""
     mine = [{k: v for k, v in optimizer.residual_state_dict().items() if k != "tensors"} for optimizer in optimizers]
 
     def shard(rank: int) -> list[dict[str, Any]]:
-        states = read_shard(checkpoint_path, stamp, rank)
+        states = read_shard(checkpoint_path, stamp, rank, column)
         if len(states) != len(mine):
             raise ShardError(
                 f"the shards hold the state of {len(states)} compressed optimizers, this run has {len(mine)}"
@@ -328,10 +359,11 @@ def _states_for(
         states = shard(other)
         for part, state in zip(parts, states, strict=True):
             part.add(state)
-    before, now = (_world(state["world_size"], state["ranks_per_node"]) for state in (states[0], mine[0]))
+    noun = "replica" if stamp.columns > 1 else "rank"
+    before, now = (_world(state["world_size"], state["ranks_per_node"], noun) for state in (states[0], mine[0]))
     said = (
         f"residuals of {before} continue on {now}: server residuals are cut anew, worker residuals (and "
-        "momenta of BinSGDM and 1-bit SGD) are averaged over ranks"
+        f"momenta of BinSGDM and 1-bit SGD) are averaged over {noun}s"
         if before != now
         else f"residuals of {before} continue in other buckets"
     )
@@ -340,8 +372,8 @@ def _states_for(
     return [part.result() for part in parts], said
 
 
-def _world(size: int, ranks_per_node: int) -> str:
-    return f"{size} rank{'s' * (size > 1)}" + (f" ({ranks_per_node} per node)" if ranks_per_node > 1 else "")
+def _world(size: int, ranks_per_node: int, noun: str) -> str:
+    return f"{size} {noun}{'s' * (size > 1)}" + (f" ({ranks_per_node} per node)" if ranks_per_node > 1 else "")
 
 
 def restarted(optimizers: Sequence[OnebitOptimizer]) -> list[OnebitOptimizer]:

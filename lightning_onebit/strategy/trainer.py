@@ -12,7 +12,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Literal, get_type_hints
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +22,6 @@ from lightning_onebit._choices import OtherOptimizers, StartMethod
 from lightning_onebit._names import shown_as
 from lightning_onebit.comm import DEFAULT_TIMEOUT, Transport
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
-from lightning_onebit.engine.options import arguments_text
 from lightning_onebit.engine.whole import signals_held
 from lightning_onebit.strategy import checks
 from lightning_onebit.strategy.adapter import Adapter
@@ -37,14 +37,17 @@ from lightning_onebit.strategy.averaging import (
     unwrap,
 )
 from lightning_onebit.strategy.checkpoint import Checkpoints
-from lightning_onebit.strategy.keywords import DDP_KEYWORDS, explain_missing_wrapper, heed_ddp_keywords
+from lightning_onebit.strategy.keywords import (
+    DDP_KEYWORDS,
+    explain_missing_wrapper,
+    heed_ddp_keywords,
+    show_options,
+)
 from lightning_onebit.strategy.optimizers import DefaultFreeze, OptimizerMaker
 from lightning_onebit.strategy.ranks import Groups, connected, disconnected_at_exit
 from lightning_onebit.strategy.registry import (
-    algorithm_names,
     find_algorithm,
     option_parameters,
-    option_texts,
     when_algorithms_change,
 )
 from lightning_onebit.strategy.shards import own_storage
@@ -54,13 +57,13 @@ log = logging.getLogger("lightning_onebit")
 
 
 @dataclass
-class _Run:
+class Run:
     """What lives from ``setup()`` to ``teardown()``."""
 
-    groups: Groups = field(default_factory=Groups)
+    groups: Groups
     # the compressed optimizers that were set up
     optimizers: list[OnebitOptimizer] = field(default_factory=list)
-    dense: DenseAverage | None = None
+    dense: list[DenseAverage] = field(default_factory=list)
     # whether buffers follow rank 0's before a forward, and whether that is due before the next one
     shares_buffers: bool = False
     buffers_due: bool = False
@@ -112,6 +115,8 @@ class OnebitMixin(Adapter):
     """
 
     optimizers: Any  # the base class's property
+    _shown_name: ClassVar[str] = "OnebitStrategy"
+    _sharded: ClassVar[bool] = False
     # What the binding modules fill in with classes of their tree.
     _misconfiguration: ClassVar[type[Exception]]
     _freeze_callback: ClassVar[type[Any]]
@@ -147,26 +152,11 @@ class OnebitMixin(Adapter):
             overlap_dense=overlap_dense,
             strict_residuals=strict_residuals,
         )
-        found, known = find_algorithm(algorithm), option_parameters().keys()
-        heed_ddp_keywords(
-            {name: value for name, value in options.items() if name not in known},
-            algorithm=found.name,
-            known={*inspect.signature(OnebitMixin.__init__).parameters} - {"self", *DDP_KEYWORDS},
-        )
-        self._options = {name: value for name, value in options.items() if name in known and value is not None}
-        dense = other_optimizers == "dense"
-        self._maker = OptimizerMaker(found, self._options, exchange, convert_optimizers, dense, self._misconfiguration)
-        self._freeze = DefaultFreeze(self._freeze_callback)
+        self._take_options(algorithm, exchange, options, converts=convert_optimizers, dense=other_optimizers == "dense")
         self._ranks_per_node = ranks_per_node
         self._broadcast_buffers = broadcast_buffers
         self._overlap_dense = overlap_dense
         self._strict_residuals = strict_residuals
-        self._loaded_from: str | None = None
-        self._checkpoints = Checkpoints()
-        # holds on signals that steps of this batch have begun
-        self._waiting: list[signals_held] = []
-        self._sync_backward = True
-        self._run: _Run | None = None
         super().__init__(
             accelerator=accelerator,
             parallel_devices=parallel_devices,
@@ -177,6 +167,29 @@ class OnebitMixin(Adapter):
             timeout=timeout,
             start_method=start_method,
         )
+
+    def _take_options(
+        self, algorithm: str, exchange: ExchangeOptions | None, options: dict[str, Any], *, converts: bool, dense: bool
+    ) -> None:
+        """Takes options of the algorithm, refuses others, and begins with nothing set up."""
+        found, known = find_algorithm(algorithm), option_parameters().keys()
+        heed_ddp_keywords(
+            {name: value for name, value in options.items() if name not in known},
+            algorithm=found.name,
+            known={*inspect.signature(type(self).__init__).parameters} - {"self", *DDP_KEYWORDS},
+            strategy=self._shown_name,
+        )
+        self._options = {name: value for name, value in options.items() if name in known and value is not None}
+        self._maker = OptimizerMaker(
+            found, self._options, exchange, converts, dense, self._misconfiguration, self._sharded
+        )
+        self._freeze = DefaultFreeze(self._freeze_callback)
+        self._loaded_from: str | None = None
+        self._checkpoints = Checkpoints()
+        # holds on signals that steps of this batch have begun
+        self._waiting: list[signals_held] = []
+        self._sync_backward = True
+        self._run: Run | None = None
 
     # ----- what users see ---------------------------------------------------------------------------------------------
 
@@ -215,26 +228,26 @@ class OnebitMixin(Adapter):
         for optimizer in self.onebit_optimizers:
             optimizer.synchronise()
         if self._run is not None and self._broadcast_buffers and connected():
-            broadcast_buffers(self.lightning_module)
+            self._share_buffers()
 
     def __repr__(self) -> str:
         """Says where to import the class for the other Lightning tree: a Trainer of that tree prints this in its error."""
         options = f", {self._maker}" if self._maker.given else ""
         mine = tree_of(self)
         others = "; ".join(
-            f"for a Trainer of {package} use `from {BOUND_MODULES[tree]} import OnebitStrategy`"
+            f"for a Trainer of {package} use `from {BOUND_MODULES[tree]} import {self._shown_name}`"
             for tree, package in PACKAGES.items()
             if tree != mine
         )
         bound = f" for {PACKAGES[mine]} ({others})" if mine is not None else ""
-        return f"<OnebitStrategy({self.algorithm!r}{options}){bound}>"
+        return f"<{self._shown_name}({self.algorithm!r}{options}){bound}>"
 
     # ----- setting up -------------------------------------------------------------------------------------------------
 
     def setup_environment(self) -> None:
         """Connects the processes; before any hook of the user's runs, adds the default ``VarianceFreeze`` where none is set."""
         with disconnected_at_exit():
-            super().setup_environment()
+            self._connect_processes()
         if self.lightning_module is None:  # a strategy without a Trainer, for its collectives
             return
         trainer = self.lightning_module.trainer
@@ -244,21 +257,38 @@ class OnebitMixin(Adapter):
         if trainer.state.fn == "fit" and algorithm.optimizer.local_steps:
             trainer.callbacks.insert(0, self._final_callback())
 
+    def _connect_processes(self) -> None:
+        super().setup_environment()
+
     def setup(self, trainer: Any) -> None:
-        """Compares the models of all ranks, then does what ``DDPStrategy`` does, without the wrapper."""
+        """Compares the models of all ranks, then does what Lightning's strategy does, without a wrapper."""
         self._end_run()
-        checks.check_module(self.lightning_module, self._misconfiguration)
+        self._check_module()
         if connected():
             self._ranks("strategy set-up").compare(checks.description(self.lightning_module), "model")
         super().setup(trainer)
 
+    def _check_module(self) -> None:
+        """Raises if the model cannot be trained."""
+        checks.check_module(self.lightning_module, self._misconfiguration)
+
     def configure_ddp(self) -> None:
         """Wraps nothing: gives all ranks rank 0's weights and buffers."""
-        self._run = _Run()
+        self._begin_run()
+
+    def _begin_run(self) -> None:
+        """Gives all replicas the weights and buffers of the first. Collective."""
+        self._run = Run(Groups(self.replicas))
         if connected():
-            share_state(self.lightning_module, self._broadcast_buffers)
+            self._share_state()
             shares = self._broadcast_buffers and bool(buffers_of(self.lightning_module))
             self._run.shares_buffers = self._run.buffers_due = shares
+
+    def _share_state(self) -> None:
+        share_state(self.lightning_module, self._broadcast_buffers)
+
+    def _share_buffers(self) -> None:
+        broadcast_buffers(self.lightning_module)
 
     def _setup_model(self, model: Any) -> Any:
         return model
@@ -299,26 +329,31 @@ class OnebitMixin(Adapter):
             raise self._misconfiguration(
                 f"compressed optimizers train float32, bfloat16 and float16, but {named}: {remedy}, hold the real and imaginary parts of "
                 "a complex one in two parameters, or give it to an optimizer of its own and train that with "
-                '`OnebitStrategy(other_optimizers="dense")`.'
+                f'`{self._shown_name}(other_optimizers="dense")`.'
             ) from error
 
-    def _connect(self, run: _Run) -> None:
+    def _connect(self, run: Run) -> None:
         """Makes process groups for the optimizers, and what averages the other gradients. Collective."""
-        if run.dense is not None:
-            run.dense.close()  # the program sets its optimizers up anew, within a fit
+        for dense in run.dense:
+            dense.close()  # the program sets its optimizers up anew, within a fit
         # a backward of the module's own may look at gradients, or change them, before it ends
         overlap = self._overlap_dense and not checks.has_own(self.lightning_module, "backward")
         names = {p: name for name, p in self.lightning_module.named_parameters()}
         how = {"parameter_names": names, "overlap_dense": overlap}
         self._join(run.groups, run.optimizers, self._misconfiguration, **how)
 
-        def connect() -> Transport:
-            return self._ranks("dense averaging", run.groups.new(self._timeout)).transport
-
-        run.dense = DenseAverage(self.lightning_module, lambda: run.optimizers, connect, overlap)
+        run.dense = self._dense_averages(run, overlap)
         # Creating a group ends on one rank before the others have connected. A rank that raises next (a callback that refuses an
         # option, say) would close its connections, and they would report that instead of the reason.
         self.barrier()
+
+    def _dense_averages(self, run: Run, overlap: bool) -> list[DenseAverage]:
+        """What averages the gradients of parameters that no compressed optimizer owns."""
+
+        def connect() -> Transport:
+            return self._ranks("dense averaging", run.groups.new(self._timeout)).transport
+
+        return [DenseAverage(self.lightning_module, lambda: run.optimizers, connect, overlap)]
 
     # ----- training ---------------------------------------------------------------------------------------------------
 
@@ -345,7 +380,7 @@ class OnebitMixin(Adapter):
         # toggled off altogether, as the other network of a GAN: nothing will arrive, on any rank, and step() averages what is left of
         # earlier backwards
         training = [compressed for compressed in self.onebit_optimizers if compressed.trains]
-        averages = [run.dense] if sync and run is not None and run.dense is not None else []
+        averages = run.dense if sync and run is not None else []
         # what has been sent in backward can only be followed by the step
         early = any(compressed.exchange.overlap == "backward" for compressed in training)
         with (
@@ -443,7 +478,7 @@ class OnebitMixin(Adapter):
         """Shares buffers as DDP does under Lightning: before a forward, if the last one was of a step whose gradients were synchronised."""
         run = self._run
         if run is not None and run.buffers_due:
-            broadcast_buffers(self.lightning_module)
+            self._share_buffers()
         yield
         if run is not None and run.shares_buffers:
             run.buffers_due = torch.is_grad_enabled() and sync
@@ -476,15 +511,19 @@ class OnebitMixin(Adapter):
             ShardError: on every rank, if any of them cannot write its part; an older checkpoint of this name stays whole.
             TornStep: the last step of an optimizer did not end on this rank; no file is touched.
         """
-        save, full = super().save_checkpoint, "optimizer_states" in checkpoint
+        full = "optimizer_states" in checkpoint
         for optimizer in self.onebit_optimizers:
             optimizer.check_whole(weights_only=not full)
         self._checkpoints.save(
             self,
             str(filepath),
             self.onebit_optimizers if full else [],
-            lambda more: save({**checkpoint, **more}, filepath, storage_options),
+            lambda more: self._publish({**checkpoint, **more}, filepath, storage_options),
         )
+
+    def _publish(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any) -> None:
+        """Makes a checkpoint appear under its name; called on all ranks."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         """Lightning's, and what lies beside the file."""
@@ -503,11 +542,14 @@ class OnebitMixin(Adapter):
         Raises:
             ShardError: that is missing or damaged, and ``strict_residuals=True``; otherwise it is a warning.
         """
-        super().load_optimizer_state_dict(checkpoint)
+        self._load_optimizers(checkpoint)
         self._maker.stand_in()
         compressed = self.onebit_optimizers
         self._checkpoints.restore(self, self._loaded_from, checkpoint, compressed, self._strict_residuals)
         self._show_consensus()
+
+    def _load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
 
     # ----- ending -----------------------------------------------------------------------------------------------------
 
@@ -528,8 +570,7 @@ class OnebitMixin(Adapter):
             return
         self._show_consensus()
         ending = [optimizer.release_communication for optimizer in self.onebit_optimizers]
-        if run.dense is not None:
-            ending.append(run.dense.close)
+        ending += [dense.close for dense in run.dense]
         for release in (*ending, run.groups.destroy):
             try:
                 release()
@@ -542,20 +583,5 @@ class OnebitMixin(Adapter):
         return {**super().__getstate__(), "_run": None}
 
 
-def _show_options() -> None:
-    """Lets ``help()`` and LightningCLI see the options of all algorithms, and DDP's keywords, as keywords of the strategy."""
-    init: Any = OnebitMixin.__init__
-    vars(init).pop("__signature__", None)
-    kinds = {**get_type_hints(init), "algorithm": Literal[algorithm_names()]}
-    own = [p.replace(annotation=kinds.get(n, p.annotation)) for n, p in inspect.signature(init).parameters.items()]
-    by_keyword = inspect.Parameter.KEYWORD_ONLY
-    ddp = [inspect.Parameter(name, by_keyword, default=None, annotation=Any) for name in DDP_KEYWORDS]
-    init.__signature__ = inspect.Signature([*own[:-1], *option_parameters().values(), *ddp])
-    keywords = dict.fromkeys(
-        DDP_KEYWORDS, "of DistributedDataParallel: not needed, or refused with what to write instead."
-    )
-    init.__doc__ = arguments_text({**option_texts(), **keywords})
-
-
-_show_options()
-when_algorithms_change(_show_options)
+show_options(OnebitMixin.__init__)
+when_algorithms_change(partial(show_options, OnebitMixin.__init__))

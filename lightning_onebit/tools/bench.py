@@ -70,8 +70,9 @@ def measure_link(
     timeout: float = 300.0,
     algorithm: str = "onebit_adam",
     exchange: ExchangeOptions | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> LinkMeasurement:
-    """Measures one size on the default process group. A collective: every rank must call it alike.
+    """Measures one size. A collective: every rank must call it alike.
 
     Args:
         elements: number of fp32 elements, >= 1.
@@ -81,6 +82,7 @@ def measure_link(
         timeout: seconds that a rank waits for the others.
         algorithm: whose steps are measured (0/1 Adam: those that synchronise).
         exchange: how ranks exchange; its buckets are those of the dense all-reduce too. None: the defaults.
+        group: the ranks that exchange with this one; None: all. Where there are several groups, they measure at the same time.
 
     Raises:
         RuntimeError: torch.distributed is not initialised.
@@ -107,17 +109,19 @@ def measure_link(
     known = find_algorithm(algorithm).optimizer
     exchange = replace(exchange or ExchangeOptions(), timeout=timeout, _alone=True)
     optimizer = known([weight], lr=1e-6, exchange=exchange, **known.EXCHANGES_SOON)  # type: ignore[call-arg]
-    optimizer.configure_communication(None, ranks_per_node=ranks_per_node, timeout=timedelta(seconds=timeout))
+    optimizer.configure_communication(group, ranks_per_node=ranks_per_node, timeout=timedelta(seconds=timeout))
     try:
-        return _measure(optimizer, weight, gradient, repeats)
+        return _measure(optimizer, weight, gradient, repeats, group)
     finally:
         _release(optimizer)
 
 
-def _measure(optimizer: OnebitOptimizer, weight: torch.Tensor, gradient: torch.Tensor, repeats: int) -> LinkMeasurement:
+def _measure(
+    optimizer: OnebitOptimizer, weight: torch.Tensor, gradient: torch.Tensor, repeats: int, group: Any
+) -> LinkMeasurement:
     exchange, local = _time_exchange(optimizer, weight, gradient, repeats)
     bucket = int(optimizer.exchange.bucket_size(exchanged=False) * 2**20 / 4)
-    dense = _time_all_reduce(gradient.clone(), bucket, repeats)
+    dense = _time_all_reduce(gradient.clone(), bucket, repeats, group)
     record, device = optimizer.ledger.last, gradient.device
     assert record is not None
     medians = torch.tensor([statistics.median(seconds) for seconds in (dense, exchange, local)])
@@ -157,12 +161,12 @@ def _time_exchange(
     return exchange, local
 
 
-def _time_all_reduce(flat: torch.Tensor, bucket_elements: int, repeats: int) -> list[float]:
+def _time_all_reduce(flat: torch.Tensor, bucket_elements: int, repeats: int, group: Any) -> list[float]:
     """Seconds of dense averaging in buckets, all of them under way at once as in the warm-up."""
     buckets = flat.split(max(1, bucket_elements))
 
     def average() -> None:
-        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+        for work in [dist.all_reduce(bucket, group=group, async_op=True) for bucket in buckets]:
             work.wait()
 
     return [_timed(average, flat.device) for _ in range(repeats + 1)][1:]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from harness import RanksFailed, run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from lightning_onebit.algorithms import OnebitAdam
 from lightning_onebit.callbacks.consistency import ReplicaConsistencyMixin, ReplicaMismatch, fingerprint
 from lightning_onebit.comm import CollectiveFailure, PlanMismatch
 from lightning_onebit.engine import ExchangeOptions
+from lightning_onebit.strategy.ranks import Replicas
 
 
 def _module(*shapes: tuple[int, ...]) -> torch.nn.Module:
@@ -30,7 +32,8 @@ def _module(*shapes: tuple[int, ...]) -> torch.nn.Module:
 def _trainer(optimizer: Any = None, timeout: float = 30) -> Any:
     if optimizer is None:
         optimizer = SimpleNamespace(steps=0, mid_local=False)
-    strategy = SimpleNamespace(onebit_optimizers=[optimizer], timeout=timedelta(seconds=timeout))
+    replicas, limit = Replicas(dist.get_world_size()), timedelta(seconds=timeout)
+    strategy = SimpleNamespace(onebit_optimizers=[optimizer], timeout=limit, replicas=replicas)
     return SimpleNamespace(global_step=0, strategy=strategy)
 
 

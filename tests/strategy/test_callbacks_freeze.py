@@ -25,6 +25,7 @@ from lightning_onebit.callbacks.freeze import (
 )
 from lightning_onebit.comm import CollectiveFailure, PlanMismatch, SimulatedGroup, SimulatedWorld
 from lightning_onebit.engine import ExchangeOptions, Phase
+from lightning_onebit.strategy.ranks import Replicas
 
 
 @pytest.fixture
@@ -358,7 +359,7 @@ def test_the_forecast_says_when_nothing_can_be_saved(said: list[str]) -> None:
     FakeTrainer([onebit_adam()], 10).start(VarianceFreezeMixin(10))
     assert "no step will be compressed" in said[0]
     alone = FakeTrainer([onebit_adam()], 10)
-    alone.world_size = 1
+    alone.world_size, alone.strategy.replicas = 1, Replicas(1)
     alone.start(VarianceFreezeMixin(2))
     assert "One process exchanges nothing" in said[1]
 

@@ -17,6 +17,7 @@ import lightning_onebit.callbacks.probe as probe
 from lightning_onebit.algorithms import BinSGDM, OnebitAdam
 from lightning_onebit.callbacks.probe import LinkProbeMixin, LinkReport
 from lightning_onebit.engine import ExchangeOptions
+from lightning_onebit.strategy.ranks import Replicas
 from lightning_onebit.tools.bench import LinkMeasurement, measure_link
 from lightning_onebit.tools.cluster import Cluster, Job
 from lightning_onebit.tools.plan import exchange_of
@@ -110,7 +111,7 @@ def test_a_slow_link_is_reported_and_a_fast_one_warned_about(monkeypatch: pytest
 def test_a_single_process_measures_nothing(monkeypatch: pytest.MonkeyPatch, said: _Said) -> None:
     monkeypatch.setattr(probe, "measure_link", None)
     trainer, callback = FakeTrainer([onebit_adam()]), LinkProbeMixin()
-    trainer.world_size = 1
+    trainer.world_size, trainer.strategy.replicas = 1, Replicas(1)
     trainer.start(callback, FakeModule())
     callback.on_train_batch_end(trainer, None, None, None, 0)
     assert callback.report is None and "no link to measure" in said.infos[0]
@@ -201,7 +202,7 @@ def test_the_probe_makes_the_steps_that_training_makes(
     FakeTrainer([small, large]).start(callback, FakeModule())
     assert callback.report is not None and callback.report.elements == 1000 + 33 * 5 + 7
     device = {"device": torch.device("cpu"), "timeout": 30.0}
-    assert seen == [{**device, "ranks_per_node": 1, **expected}] * 2
+    assert seen == [{**device, "ranks_per_node": 1, "group": None, **expected}] * 2
 
 
 def _measured_in_nodes(rank: int, world: int, algorithm: str) -> Any:

@@ -668,7 +668,7 @@ def test_names_are_registered_whichever_is_imported_first(package: str, package_
     program = "\n".join(lines if package_first else lines[::-1]) + (
         "\nimport sys\n"
         "from lightning_onebit.fabric import OnebitStrategy\n"
-        "for name in ob.available_strategies():\n"
+        "for name in [n for n in ob.available_strategies() if not n.endswith('_sharded')]:\n"
         "    strategy = Fabric(accelerator='cpu', devices=2, strategy=name).strategy\n"
         "    assert type(strategy) is OnebitStrategy, type(strategy)\n"
         f"assert {({*FABRICS} - {package}).pop()!r} not in sys.modules\n"
