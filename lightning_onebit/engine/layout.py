@@ -189,11 +189,11 @@ class Layout:
                     f"for compress={compressed}; set it back, and say it before the first step or to a new optimizer"
                 )
         for shard in self.sharded:
-            if not shard.follows:
+            if not shard.follow():
                 raise RuntimeError(
-                    f"{name_of([id(p) for p in self.params].index(id(shard)))} has got another local shard since the last step "
-                    "(module.to(), load_state_dict(assign=True)); change the model before the first step, or make a new optimizer, which "
-                    "can load_state_dict() the state"
+                    f"{name_of([id(p) for p in self.params].index(id(shard)))} has got a local shard of another shape, "
+                    "dtype or device since the last step (module.to()); change the model before the first step, or make a new optimizer, "
+                    "which can load_state_dict() the state"
                 )
         for i, form in self._forms:
             p = self.params[i]

@@ -48,11 +48,15 @@ class LocalShard(Tensor):
         shard.source = source
         return shard
 
-    @property
-    def follows(self) -> bool:
-        """Whether the parameter's local shard still lies where it did."""
+    def follow(self) -> bool:
+        """Goes where the parameter's local shard has gone (FSDP2's first forward moves some); False: that has another shape or dtype."""
         now = self.source._local_tensor
-        return now.data_ptr() == self.data_ptr() and now.shape == self.shape and now.dtype == self.dtype
+        if now.data_ptr() == self.data_ptr() and now.shape == self.shape and now.dtype == self.dtype:
+            return True
+        if now.shape != self.shape or now.dtype != self.dtype or now.device != self.device:
+            return False
+        Tensor.data.__set__(self, now.detach())  # type: ignore[attr-defined]
+        return True
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]

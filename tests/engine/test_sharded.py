@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def batch(step: int, worker: int, width: int) -> Tensor:
 
 def loss_of(module: nn.Module, step: int, worker: int) -> Tensor:
     width = 24 if isinstance(module, Uneven) else 64
-    return (module(batch(step, worker, width)) - 1).square().mean()
+    return (module(batch(step, worker, width).to(next(module.parameters()).device)) - 1).square().mean()
 
 
 def backward(module: nn.Module, step: int, workers: range) -> None:
@@ -169,6 +170,36 @@ def test_a_rank_sends_its_share_of_the_model(trained: Any) -> None:
     for result in trained:
         for rule in RULES:
             assert 0.4 < result[rule]["sent"] < 0.62, (rule, result[rule]["sent"])
+
+
+def on_a_gpu(rank: int, world: int, rules: list[str], directory: str) -> dict[str, Any]:
+    """Two replicas share a device over gloo, or one exchanges with itself over NCCL; beside parameters that are no DTensors."""
+    if world == 1:
+        dist.destroy_process_group()
+        dist.init_process_group("nccl", init_method=f"file://{directory}/store", rank=0, world_size=1)
+    of = dist.device_mesh.init_device_mesh("cuda", (world, 1), mesh_dim_names=("replicate", "shard"))
+    group, result = of["replicate"].get_group(), {}
+    for rule in rules:
+        sharded, plain = shard(even().to("cuda:0"), of), even().to("cuda:0")
+        exchange = {"kernels": "cuda", "_alone": world == 1}
+        ours, theirs = (make(rule, module.parameters(), group, exchange) for module in (sharded, plain))
+        for step in range(10):
+            for module, optimizer in ((sharded, ours), (plain, theirs)):
+                backward(module, step, range(rank, rank + 1))
+                optimizer.step()
+                optimizer.zero_grad()
+        for optimizer in (ours, theirs):
+            optimizer.synchronise()
+        equal = all(torch.equal(a, b) for a, b in zip(whole(sharded), whole(plain), strict=True))
+        result[rule] = equal, type(next(sharded.parameters())).__name__
+    return result
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2], ids=["nccl", "gloo"])
+def test_shards_on_a_gpu_train_as_tensors_that_are_not_sharded(world: int, tmp_path: Path) -> None:
+    for result in run_ranks(on_a_gpu, world, list(RULES), str(tmp_path), timeout=120):
+        assert result == dict.fromkeys(RULES, (True, "DTensor"))
 
 
 # ----- uneven, empty and plain parameters --------------------------------------------------------------------------------
