@@ -232,10 +232,10 @@ class Step:
 
     def _stats(self, indices: Sequence[int]) -> tuple[list[float], int]:
         """Sums of squares of some gradients, one for each way in which parameters are sharded, and how many are not finite."""
-        kept, shards = self.kept, self.link.shards
+        kept, params, shards = self.kept, self.kept.layout.params, self.link.shards
         squares, bad = [], 0
         for members in [indices] if shards is None else shards.by_way(indices):
-            grads = [g for i in members if (g := kept.layout.params[i].grad) is not None]
+            grads = [g for i in members if (g := params[i].grad) is not None]
             square, wrong = kept.kernels.grad_stats(grads).tolist() if grads else (0.0, 0)
             squares.append(square)
             bad += int(wrong)

@@ -145,12 +145,11 @@ class ShardedFiles:
         self._strategy.barrier()
         if os.path.isdir(path):
             _refuse_other_folder(path)
-            loaded = torch.load(os.path.join(path, META), map_location="cpu", weights_only=weights_only)
-        elif os.path.isfile(path):
-            loaded = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-        else:
-            loaded = self._strategy.checkpoint_io.load_checkpoint(path)
-        return dict(loaded)
+            path = os.path.join(path, META)
+        if weights_only is False or not os.path.isfile(path):  # what its user trusts, or a URL
+            how = {} if weights_only is None else {"weights_only": weights_only}
+            return dict(self._strategy.checkpoint_io.load_checkpoint(path, **how))
+        return dict(torch.load(path, map_location="cpu", mmap=True, weights_only=True))
 
     def load_weights(self, path: str | None, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Loads the model's weights, of which every rank takes its part. Collective.

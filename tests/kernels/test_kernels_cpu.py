@@ -898,7 +898,11 @@ def test_only_intel_is_told_what_to_fetch(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tuning", [("-march=x86-64",), ("-march=x86-64-v3",)], ids=["sse2", "avx2"])
+@pytest.mark.parametrize(
+    "tuning",
+    [("-march=x86-64",), pytest.param(("-march=x86-64-v3",), marks=pytest.mark.nightly)],
+    ids=["sse2", "avx2"],
+)
 def test_other_instruction_sets_compute_the_same_bits(
     tuning: tuple[str, ...], other_builds: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

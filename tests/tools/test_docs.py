@@ -28,12 +28,22 @@ BEFORE = {
     "metrics.md": "import torch\nfrom lightning_onebit import OnebitAdam\ntorch.manual_seed(0)\n"
     + "model = torch.nn.Linear(8, 2)\noptimizer = OnebitAdam(model.parameters())\nbatches = [torch.randn(4, 8)] * 3\n"
     + "loss = lambda batch: model(batch).square().mean()\n",
+    "sharded.md": "import torch\ntorch.manual_seed(0)\nmodel = torch.nn.Linear(64, 64)\n"
+    + "device, nodes, ranks_per_node = 'cpu', 2, 1\n",
     "transformers.md": "import os\nimport torch\nimport torch.distributed as dist\n"
     + "os.environ.update(RANK=str(dist.get_rank()), WORLD_SIZE='2', MASTER_ADDR='127.0.0.1', ACCELERATE_USE_CPU='true')\n"
     + "data = [{'input_ids': torch.arange(16), 'labels': torch.arange(16)}] * 32\n",
 }
 # What else the code of a page makes possible.
 AFTER = {
+    "sharded.md": """
+optimizer = ob.OnebitAdam(model.parameters(), lr=1e-3, freeze_step=2, exchange=exchange)
+for _ in range(3):
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+print(type(next(model.parameters())).__name__, optimizer.ledger.dense_steps, optimizer.ledger.compressed_steps)
+""",
     "contributing.md": """
 import jsonargparse
 from lightning_onebit.lightning import OnebitStrategy
@@ -57,6 +67,7 @@ PRINTED = {
     "how-it-works.md": r"step 2: \w+, [\d,]+ bytes in \d+ collectives\nstep 3: compressed, [\d,]+ bytes in 2 ",
     "freeze.md": r"15%: 5\.7x, 4\.9x\n20%: 4\.4x, 4\.0x",
     "transformers.md": r"3 compressed steps",
+    "sharded.md": r"DTensor 2 1\n",
     "recipes.md": r"onebit/total_ratio: [\d.]+",
     "contributing.md": r"loss [01]\.\d+ after 240 compressed steps, ratio [2-9]\.\d",
 }
