@@ -25,6 +25,7 @@ from lightning_onebit.engine import sharded as engine_sharded
 if tuple(map(int, torch.__version__.split(".")[:2])) < engine_sharded.OLDEST_TORCH:
     pytest.skip("this torch is older than the sharded part needs", allow_module_level=True)
 
+STEPS = 12
 LOCAL = LocalSteps(max_gap=4, double_every=2)
 RULES: dict[str, tuple[str, dict[str, Any]]] = {
     "onebit_adam": ("onebit_adam", {"freeze_step": 3, "refresh": 4}),
@@ -145,25 +146,25 @@ def beside_whole_models(rank: int, world: int, rules: list[str], steps: int) -> 
 
 @pytest.fixture(scope="module")
 def trained() -> list[dict[str, Any]]:
-    return run_ranks(beside_whole_models, 4, list(RULES), 14, timeout=120)
+    return run_ranks(beside_whole_models, 4, list(RULES), STEPS, timeout=120)
 
 
-@pytest.mark.parametrize("rule", RULES)
-def test_replicas_are_equal_bit_for_bit_after_every_synchronisation(trained: Any, rule: str) -> None:
-    assert all(result[rule]["replicas"] for result in trained)
-    assert trained[0][rule]["moved"] > 1e-3
+def test_replicas_are_equal_bit_for_bit_after_every_synchronisation(trained: Any) -> None:
+    for rule in RULES:
+        assert all(result[rule]["replicas"] for result in trained), rule
+        assert trained[0][rule]["moved"] > 1e-3, rule
 
 
-@pytest.mark.parametrize("rule", EXACT)
-def test_shards_of_whole_blocks_train_as_whole_models_do_on_the_means_of_nodes(trained: Any, rule: str) -> None:
-    assert all(result[rule]["equal"] for result in trained), [result[rule]["apart"] for result in trained]
-    assert len(trained[0][rule]["phases"]) == (1 if rule == "onebit_sgd" else 2)
+def test_shards_of_whole_blocks_train_as_whole_models_do_on_the_means_of_nodes(trained: Any) -> None:
+    for rule in EXACT:
+        assert all(result[rule]["equal"] for result in trained), (rule, [result[rule]["apart"] for result in trained])
+        assert len(trained[0][rule]["phases"]) == (1 if rule == "onebit_sgd" else 2)
 
 
 def test_votes_are_drawn_apart_for_other_shards(trained: Any) -> None:
     """Not the draws of the whole model, but steps of the same size."""
     for rule in ("binsgdm", "binsgdm, as published"):
-        assert 0 < trained[0][rule]["apart"] <= 2 * 14 * 1e-2 + 1e-6
+        assert 0 < trained[0][rule]["apart"] <= 2 * STEPS * 1e-2 + 1e-6
 
 
 def test_a_rank_sends_its_share_of_the_model(trained: Any) -> None:
@@ -235,9 +236,10 @@ def of_uneven(rank: int, world: int, rules: list[str]) -> dict[str, Any]:
 
 def test_uneven_and_empty_shards_train_beside_parameters_that_are_not_sharded() -> None:
     """Gradients of the latter differ within a replica, where nobody else averages them."""
-    ranks = run_ranks(of_uneven, 4, list(RULES), timeout=120)
+    rules = [rule for rule in RULES if "published" not in rule]
+    ranks = run_ranks(of_uneven, 4, rules, timeout=120)
     assert [rank["binsgdm"]["empty"] for rank in ranks] == [1, 0, 1, 0]
-    for rule in RULES:
+    for rule in rules:
         for rank in ranks:
             assert rank[rule]["replicas"] and rank[rule]["plain"] and rank[rule]["moved"], rule
             assert rank[rule]["losses"][-1] < rank[rule]["losses"][0], rule
@@ -382,29 +384,28 @@ def of_late(rank: int, world: int, rule: str) -> dict[str, Any]:
     }
 
 
+LATE = ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm"]
+
+
 def of_late_everywhere(rank: int, world: int, rules: list[str]) -> dict[str, Any]:
     return {rule: of_late(rank, world, rule) for rule in rules}
 
 
-@pytest.fixture(scope="module")
-def late() -> list[dict[str, Any]]:
-    return run_ranks(of_late_everywhere, 4, ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm"], timeout=120)
-
-
-@pytest.mark.parametrize("rule", ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm"])
-def test_what_is_cold_or_late_is_a_whole_parameter(late: Any, rule: str) -> None:
+def test_what_is_cold_or_late_is_a_whole_parameter() -> None:
     """A shard of an embedding without a gradient is not a tensor without one; a part's first gradient is heard of on all ranks."""
-    ranks = [rank[rule] for rank in late]
-    for rank in ranks:
-        assert rank["replicas"]
+    for rule, ranks in of_rules(run_ranks(of_late_everywhere, 4, LATE, timeout=120)).items():
+        assert all(rank["replicas"] for rank in ranks), rule
         if rule == "binsgdm":
             continue
-        assert rank["late"] == ranks[0]["late"]
-        assert rank["cold"] == ranks[0]["cold"]
-        assert all(ours == theirs for ours, theirs in rank["late"] + rank["cold"])
-        assert max(rank["apart"]) == 0.0, rank["apart"]
-    if rule != "binsgdm":
-        assert any(ours for ours, _ in ranks[0]["late"]) and any(ours for ours, _ in ranks[0]["cold"])
+        for rank in ranks:
+            assert rank["late"] == ranks[0]["late"] and rank["cold"] == ranks[0]["cold"], rule
+            assert all(ours == theirs for ours, theirs in rank["late"] + rank["cold"]), rule
+            assert max(rank["apart"]) == 0.0, (rule, rank["apart"])
+        assert any(ours for ours, _ in ranks[0]["late"]) and any(ours for ours, _ in ranks[0]["cold"]), rule
+
+
+def of_rules(ranks: list[dict[str, Any]]) -> dict[str, list[Any]]:
+    return {rule: [rank[rule] for rank in ranks] for rule in ranks[0]}
 
 
 # ----- tensor parallel -----------------------------------------------------------------------------------------------------
@@ -587,7 +588,8 @@ def of_resuming(rank: int, world: int, rules: list[str]) -> dict[str, Any]:
             optimizer.zero_grad()
 
     for rule in rules:
-        for at in (2, 7):
+        # in the warm-up, and after it
+        for at in (2, 7) if rule == "onebit_adam" else (7,):
             module = shard(Uneven(), of)
             optimizer = make(rule, module.parameters(), group)
             steps(module, optimizer, 0, at)
@@ -646,7 +648,7 @@ def of_resuming(rank: int, world: int, rules: list[str]) -> dict[str, Any]:
 
 
 def test_a_run_resumes_bit_for_bit_on_the_same_mesh_and_state_is_of_whole_parameters() -> None:
-    for rank in run_ranks(of_resuming, 4, list(RULES), timeout=180):
+    for rank in run_ranks(of_resuming, 4, [rule for rule in RULES if "published" not in rule], timeout=180):
         assert rank.pop("full")
         for case, seen in rank.items():
             assert seen["equal"] and seen["shapes"], case
