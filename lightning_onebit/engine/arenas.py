@@ -193,6 +193,8 @@ class Arenas:
         """State that is kept by parameter: counts, numbers, own moments and masters; then all that there was before."""
         layout, params = self.layout, self.layout.params
         self.forget_bound()
+        if self.shards is not None:
+            self.shards.know(layout.sources)
         self.t += [0] * (len(params) - len(self.t))
         for name, first in self._first_numbers.items():
             numbers = torch.full((len(params),), first, dtype=torch.float64, device=layout.device)

@@ -113,8 +113,9 @@ class Link:
         """Connects with the ranks that hold the other shards of parameters, and compares plans with them."""
         found = Shards(params, self.ranks, self.timeout, self._algorithm)
         self.shards = found if found.transports else None
-        self.begin_step(step)
-        found.compare(plan() if found.transports else [], device, "training plan of shards")
+        if self.shards is not None:
+            self.begin_step(step)
+            self.shards.compare(plan(), device, "training plan of shards")
         return self.shards
 
     def groups(self) -> set[Any]:

@@ -138,26 +138,37 @@ def as_sharded(value: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def local_part(value: Any, parameter: Tensor) -> Any:
-    """What of a saved tensor belongs to this rank's shard of a parameter.
+def place(value: Any, parameter: Tensor) -> Any:
+    """A saved tensor of a parameter's shape as a DTensor that is placed as the parameter is; anything else as it is.
 
     Args:
         value: a DTensor, placed in any way on the parameter's mesh (a collective where its placement is another), or the whole tensor.
         parameter: as the program knows it.
     """
     if not isinstance(value, Tensor) or not is_dtensor(parameter) or value.shape != parameter.shape:
-        return value._local_tensor if is_dtensor(value) else value
+        return value
     of = cast("DTensor", parameter)
     if is_dtensor(value):
-        placed = cast("DTensor", value)
-        if placed.device_mesh != of.device_mesh:
-            raise ValueError(f"a saved tensor lies on {placed.device_mesh}, its parameter on {of.device_mesh}")
-        return placed.redistribute(placements=of.placements).to_local()
+        saved = cast("DTensor", value)
+        if saved.device_mesh != of.device_mesh:
+            raise ValueError(f"a saved tensor lies on {saved.device_mesh}, its parameter on {of.device_mesh}")
+        return saved.redistribute(placements=of.placements)
     from torch.distributed.tensor import distribute_tensor
 
     # every rank has the whole of it, so nothing is sent
     whole = value.to(of.device)
-    return distribute_tensor(whole, of.device_mesh, of.placements, src_data_rank=None).to_local()
+    return distribute_tensor(whole, of.device_mesh, of.placements, src_data_rank=None)
+
+
+def local_part(value: Any, parameter: Tensor) -> Any:
+    """What of a saved tensor belongs to this rank's shard of a parameter; see ``place()``."""
+    there = place(value, parameter)
+    return there._local_tensor if is_dtensor(there) else there
+
+
+def torch_is_too_old() -> bool:
+    """Whether this torch is older than the sharded part needs."""
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < OLDEST_TORCH
 
 
 def check_dtensor(parameter: Tensor, kind: str) -> None:
@@ -167,8 +178,7 @@ def check_dtensor(parameter: Tensor, kind: str) -> None:
         RuntimeError: torch is older than the sharded part needs.
         TypeError: a ``Partial`` placement.
     """
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
+    if torch_is_too_old():
         needed = ".".join(map(str, OLDEST_TORCH))
         raise RuntimeError(
             f"a parameter of shape {tuple(parameter.shape)} is a DTensor, which {kind} trains with torch>={needed}; "
@@ -196,29 +206,23 @@ class Shards:
     """
 
     def __init__(self, params: Sequence[Tensor], ranks: Topology, timeout: timedelta, name: str) -> None:
-        groups: dict[tuple[int, ...], Any] = {}
-        placed: list[dict[tuple[int, ...], bool]] = []
-        for p in params:
-            placed.append({})
-            if not is_dtensor(p):
-                continue
-            mesh, placements = cast("DTensor", p).device_mesh, cast("DTensor", p).placements
-            for dimension, placement in enumerate(placements):
-                if mesh.size(dimension) > 1:
-                    group = mesh.get_group(dimension)
-                    members = tuple(dist.get_process_group_ranks(group))
-                    groups.setdefault(members, group)
-                    placed[-1][members] = placement.is_shard()
+        groups = {members: group for p in params for members, (group, _) in _dimensions(p).items()}
         self._refuse_replicas(groups, ranks)
         self.transports = [
             Transport(Topology.create(group), ByteLedger(), timeout, f"{name}, shards") for group in groups.values()
         ]
+        self._members = list(groups)
+        self.know(params)
+
+    def know(self, params: Sequence[Tensor]) -> None:
+        """Takes note of all parameters there are, in their order."""
+        dimensions = [_dimensions(p) for p in params]
         #: by parameter, for each group whether it is sharded over it
-        self.ways = [tuple(of.get(members, False) for members in groups) for of in placed]
+        self.ways = [tuple(m in of and of[m][1] for m in self._members) for of in dimensions]
         #: the different ones of them
         self.kinds = sorted(set(self.ways))
         #: parameters that every rank of the groups holds whole, and nobody averages over them
-        self.plain = [i for i, p in enumerate(params) if not is_dtensor(p)] if groups else []
+        self.plain = [i for i, p in enumerate(params) if not is_dtensor(p)] if self._members else []
 
     @staticmethod
     def _refuse_replicas(groups: Any, ranks: Topology) -> None:
@@ -326,6 +330,15 @@ class Shards:
         """Raises ``PlanMismatch`` where the ranks of a group have different facts. Collective."""
         for transport in self.transports:
             handshake(transport, facts, device, subject)
+
+
+def _dimensions(parameter: Tensor) -> dict[tuple[int, ...], tuple[Any, bool]]:
+    """Of each dimension of a parameter's mesh with several ranks: their group, by its ranks, and whether it is sharded over it."""
+    if not is_dtensor(parameter):
+        return {}
+    mesh, placements = cast("DTensor", parameter).device_mesh, cast("DTensor", parameter).placements
+    several = [(mesh.get_group(d), placement.is_shard()) for d, placement in enumerate(placements) if mesh.size(d) > 1]
+    return {tuple(dist.get_process_group_ranks(group)): (group, sharded) for group, sharded in several}
 
 
 def describe_placement(parameter: Tensor) -> str:

@@ -16,7 +16,7 @@ from lightning_onebit._choices import OtherOptimizers, choices
 from lightning_onebit.engine import OnebitOptimizer
 from lightning_onebit.engine.layout import TRAINABLE_DTYPES
 from lightning_onebit.engine.options import check_choice, check_flag, check_integer
-from lightning_onebit.engine.sharded import OLDEST_TORCH, is_dtensor
+from lightning_onebit.engine.sharded import OLDEST_TORCH, is_dtensor, torch_is_too_old
 from lightning_onebit.strategy.trees import PACKAGES
 
 # what a module may not hold -> why, with a remedy
@@ -83,8 +83,7 @@ def check_module(module: torch.nn.Module, error: type[Exception], *, sharded: bo
 
 def check_sharded_torch(error: type[Exception]) -> None:
     """Refuses a torch that is too old for sharded models."""
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    if version < OLDEST_TORCH:
+    if torch_is_too_old():
         raise error(
             f"OnebitModelParallelStrategy needs torch>={'.'.join(map(str, OLDEST_TORCH))}, this is torch {torch.__version__}: "
             'upgrade it, or train the whole model on every rank with OnebitStrategy (strategy="onebit_adam").'

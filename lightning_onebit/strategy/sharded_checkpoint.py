@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_onebit.engine import OnebitOptimizer
-from lightning_onebit.engine.sharded import is_dtensor
+from lightning_onebit.engine.sharded import is_dtensor, place
 from lightning_onebit.strategy.averaging import unwrap
 from lightning_onebit.strategy.checks import params_of
 from lightning_onebit.strategy.files import folder_beside, move_folder, put_back, set_aside, writing
@@ -184,7 +184,7 @@ class ShardedFiles:
                     values[index] = {**values.get(index, {}), **of}
             if not isinstance(optimizer, OnebitOptimizer):  # which takes its part by itself
                 params = params_of(unwrap(optimizer))
-                values = {i: {key: _placed(value, params[i]) for key, value in of.items()} for i, of in values.items()}
+                values = {i: {key: place(value, params[i]) for key, value in of.items()} for i, of in values.items()}
             optimizer.load_state_dict({**state, "state": values})
 
     def _stored_state(self, folder: str, number: int, optimizer: Any) -> dict[int, dict[str, Tensor]]:
@@ -212,22 +212,6 @@ def _whole(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     return (value.full_tensor() if is_dtensor(value) else value).cpu()  # type: ignore[attr-defined]
-
-
-def _placed(value: Any, parameter: Tensor) -> Any:
-    """A whole tensor as the parameter is placed, if it has its shape."""
-    if (
-        not isinstance(value, Tensor)
-        or not is_dtensor(parameter)
-        or is_dtensor(value)
-        or value.shape != parameter.shape
-    ):
-        return value
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    # every rank has the whole of it, so nothing is sent
-    return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
 
 
 def _sharded_only(tensors: Any) -> Any:

@@ -408,6 +408,37 @@ def of_rules(ranks: list[dict[str, Any]]) -> dict[str, list[Any]]:
     return {rule: [rank[rule] for rank in ranks] for rule in ranks[0]}
 
 
+def of_newcomers(rank: int, world: int, rules: list[str]) -> dict[str, Any]:
+    """A part joins by ``add_param_group()`` between one-bit rounds; 0/1 Adam's variance is not frozen yet."""
+    of, result = mesh(), {}
+    group = of["replicate"].get_group()
+    for rule in rules:
+        module, joining = shard(even(), of), shard(nn.Sequential(nn.Linear(64, 64)), of)
+        algorithm, options = RULES[rule]
+        exchange = ExchangeOptions(block_size=32, timeout=30.0, process_group=group)
+        late = {"freeze_step": 10} if rule == "zero_one_adam" else {}
+        optimizer = CLASSES[algorithm](module.parameters(), lr=1e-2, exchange=exchange, **{**options, **late})
+        joins = 0
+        for step in range(14):
+            if not joins and step >= 5 and optimizer._engine.kept.worker is not None:
+                joins = step
+                optimizer.add_param_group({"params": list(joining.parameters())})
+            x = module(batch(step, rank, 64))
+            (joining(x) if joins else x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.synchronise()
+        equal = same_on([*local(module), *local(joining)], group)
+        result[rule] = equal, joins > 0, len(optimizer.state_dict()["state"])
+    return result
+
+
+def test_sharded_parameters_join_while_training() -> None:
+    rules = ["onebit_adam", "onebit_lamb", "zero_one_adam"]
+    for rank in run_ranks(of_newcomers, 4, rules, timeout=120):
+        assert rank == dict.fromkeys(rules, (True, True, 8))
+
+
 # ----- tensor parallel -----------------------------------------------------------------------------------------------------
 
 
