@@ -163,13 +163,16 @@ class ZeroOne(RefreshedMoments):
 
     def _step_without_variance(self, step: Step) -> None:
         """A dense round at lr = 0: momenta of all ranks meet again, v is not touched and x does not move."""
-        kept = self.kept
+        kept, before = self.kept, self.kept.momentum
         kept.hold_flat()
         step.average_exchanged()
         active = [i for i in kept.layout.slots if step.active[i]]
         for i in active:
             kept.moment("m", i).lerp_(kept.grad(i).float(), 1 - kept.group(i)["betas"][0])
         step.count(active)
+        if before:
+            kept.hold_by_bucket()
+            self._restore_momentum(before, set(active))
         if kept.phase is Phase.LOCAL:
             self._record_round(synchronised=True)
 

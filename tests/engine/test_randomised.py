@@ -313,6 +313,33 @@ def test_random_runs_keep_every_invariant(algorithm: str, data: st.DataObject) -
     check(data.draw(scripts(algorithm)))
 
 
+def test_steps_at_lr_0_leave_a_tensor_without_gradient_as_it_is() -> None:
+    """0/1 Adam averages momenta densely in them: that of such a tensor is not rounded on its way there and back."""
+    lrs = tuple((0.0, 0.01 if t == 9 else 0.0) for t in range(STEPS))
+    options = {"block_size": 32, "bucket_mb": 0.0002, "_alone": True, "refresh": "never", "_doubling": 1}
+    options |= {"bias_correction": False, "local_steps": LocalSteps(max_gap=1, double_every=32768)}
+    tensors = (((), torch.float32, 0), ((), torch.float32, 1))
+    missing = frozenset([(10, -1, 0)])
+    check(
+        Script(
+            algorithm="zero_one_adam",
+            world=1,
+            ranks_per_node=1,
+            tensors=tensors,
+            dense_groups=frozenset(),
+            options=options,
+            lrs=lrs,
+            missing=missing,
+            broken=frozenset(),
+            micro=(1,) * STEPS,
+            freeze=None,
+            thaw=None,
+            cuts=frozenset(),
+            seed=0,
+        )
+    )
+
+
 @pytest.mark.nightly
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("algorithm", list(CLASSES))
