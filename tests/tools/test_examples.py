@@ -433,6 +433,18 @@ def test_sharded_torch_starts_itself_and_compares_with_hybrid_sharding(tmp_path:
     assert 0 < dense["memory"] < ours["memory"], printed
 
 
+@pytest.mark.nightly
+@pytest.mark.skipif(TORCH < OLDEST_TORCH, reason="FSDP2 on CPUs needs a newer torch")
+def test_sharded_gpt_trains_both_by_lightning_and_ends_with_a_table(tmp_path: Path) -> None:
+    printed = run([str(EXAMPLES / "sharded_gpt.py"), "--steps", "10", "--width", "32", "--layers", "1"], tmp_path)
+    found = re.findall(
+        r"^(dense HSDP, AdamW|1-bit Adam) +([\d.]+) +([\d.]+) +([\d.]+) +([\d.]+)$", printed, re.MULTILINE
+    )
+    dense, ours = (dict(zip(("loss", "sent", "step", "memory"), map(float, row[1:]), strict=True)) for row in found)
+    assert abs(ours["loss"] / dense["loss"] - 1) < 0.05, "both learn from the same start"
+    assert dense["step"] / ours["step"] > 10 and dense["sent"] / ours["sent"] > 3
+
+
 # ----- several machines -------------------------------------------------------------------------------------------------
 
 TINY = [*SMALL_MODEL, *SMALL_DATA, "--steps", "4", "--freeze-fraction", "0.5", "--warmup-steps", "2"]
