@@ -141,9 +141,12 @@ class ZeroOne(RefreshedMoments):
             self.refresh(step, planned)
             self._record_round(synchronised=True)
         else:
-            number = kept.steps + 1
+            number, before = kept.steps + 1, kept.momentum
             kept.hold_flat()
             step.update(planned)
+            if before:
+                kept.hold_by_bucket()
+                self._restore_momentum(before, set(planned))
             if kept.worker is None:
                 for i in planned:  # whose step has been counted
                     self.updates[i] = self.updates.get(i, kept.t[i] - 1) + 1

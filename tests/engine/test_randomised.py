@@ -313,13 +313,14 @@ def test_random_runs_keep_every_invariant(algorithm: str, data: st.DataObject) -
     check(data.draw(scripts(algorithm)))
 
 
-def test_steps_at_lr_0_leave_a_tensor_without_gradient_as_it_is() -> None:
-    """0/1 Adam averages momenta densely in them: that of such a tensor is not rounded on its way there and back."""
-    lrs = tuple((0.0, 0.01 if t == 9 else 0.0) for t in range(STEPS))
+@pytest.mark.parametrize("moved, dense", [(9, 10), (6, 7)], ids=["at lr 0", "refresh"])
+def test_dense_rounds_of_zero_one_adam_leave_a_tensor_without_gradient_as_it_is(moved: int, dense: int) -> None:
+    """Momenta meet in them: that of such a tensor is not rounded on its way there and back."""
+    lrs = tuple((0.0, 0.01 if t == moved else 0.0) for t in range(STEPS))
     options = {"block_size": 32, "bucket_mb": 0.0002, "_alone": True, "refresh": "never", "_doubling": 1}
     options |= {"bias_correction": False, "local_steps": LocalSteps(max_gap=1, double_every=32768)}
     tensors = (((), torch.float32, 0), ((), torch.float32, 1))
-    missing = frozenset([(10, -1, 0)])
+    missing = frozenset([(dense, -1, 0)])
     check(
         Script(
             algorithm="zero_one_adam",
