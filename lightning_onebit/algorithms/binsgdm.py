@@ -63,7 +63,6 @@ class Binary(Rule):
     per_rank: ClassVar[bool] = True
     by_shard: ClassVar[bool] = True
     reads_plain: ClassVar[str] = ""
-    scales_tell: ClassVar[bool] = False  # there are none
     first_phase: ClassVar[Phase] = Phase.COMPRESSED
     fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step", "state_dtype": "float32"}
 
@@ -100,6 +99,10 @@ class Binary(Rule):
             return 0.0
         after = max(1, p.t + ahead) + 1
         return max(0.0, (1 - _share(self.magnitude_beta(p), after)) / (1 - _share(p["beta"], after)) - 1)
+
+    def scales_tell(self) -> bool:
+        """See the base; there are none."""
+        return False
 
     def codec(self, step: Step) -> Codec:
         """See the base: votes."""
@@ -234,7 +237,7 @@ class Votes(Codec):
         layout = self.kept.layout
         part = self.step.part(bucket, *layout.shard(bucket))
         shard: Guarded = [(part[name], layout.shard(bucket)) for name in ("m", "a")]
-        feedback = [(self.kept.server_residual(bucket), layout.chunk(bucket))] if self._rule.feeds_back else []
+        feedback = [(self.kept.residual(bucket, "server"), layout.chunk(bucket))] if self._rule.feeds_back else []
         return [*shard, *feedback]
 
     def local(self, bucket: Bucket) -> Tensor | None:
@@ -286,7 +289,7 @@ class Votes(Codec):
             self._key(bucket, 0, SERVER_STREAM),
             bucket.first_block + first,
             out,
-            self.kept.server_residual(bucket).values if self._rule.feeds_back else None,
+            self.kept.residual(bucket, "server").values if self._rule.feeds_back else None,
         )
         return out.view(torch.uint8).view(-1)
 

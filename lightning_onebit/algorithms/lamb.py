@@ -100,7 +100,6 @@ class Lamb(FrozenMoments):
 
     later_arenas: ClassVar[dict[str, str]] = {"fresh": "exp_avg_sq_fresh"}
     numbers: ClassVar[dict[str, float]] = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
-    needs_old_momentum: ClassVar[bool] = True
 
     def kinds(self) -> Sequence[Hashable]:
         """The updates that second moments had before they froze."""

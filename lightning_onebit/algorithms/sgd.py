@@ -23,7 +23,6 @@ class Momentum(Rule):
     per_rank: ClassVar[bool] = True
     residual_unit: ClassVar[str] = "lr"
     reads_plain: ClassVar[str] = "momentum_buffer"
-    scales_tell: ClassVar[bool] = False  # where lr is 0 none are sent
     first_phase: ClassVar[Phase] = Phase.COMPRESSED
     fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step"}
     p: Tensor  # what is exchanged, flat over all blocks
@@ -48,9 +47,14 @@ class Momentum(Rule):
         """``x -= lr p``."""
         torch._foreach_add_(s.x, self.direction(s), alpha=-s.of["lr"])
 
+    def scales_tell(self) -> bool:
+        """See the base; momenta learn before, and where lr is 0 no scales are sent."""
+        return False
+
     def step_compressed(self, step: Step) -> bool:
         """Every momentum learns, then ``p_i`` are exchanged."""
         kept, layout, m = self.kept, self.kept.layout, self.kept.flat["m"]
+        step.whole.writes()
         apart = any(group["nesterov"] for group in kept.groups)
         self.p = torch.zeros_like(m) if apart else m
         for group, members in layout.by_group([i for i in layout.slots if step.active[i]]):

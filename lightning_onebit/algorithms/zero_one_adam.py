@@ -72,7 +72,6 @@ class ZeroOneAdamOptions(RefreshOptions):
 class ZeroOne(RefreshedMoments):
     """The rule of ``ZeroOneAdam``: which kind of step comes when, and what it does."""
 
-    scales_tell: ClassVar[bool] = False  # a step between synchronisations sends none
     has_dense_warm_up: ClassVar[bool] = False  # in it, refreshes are few and grow rarer
     frozen_phase: ClassVar[Phase] = Phase.LOCAL
     fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step"}
@@ -167,8 +166,9 @@ class ZeroOne(RefreshedMoments):
     def _step_without_variance(self, step: Step) -> None:
         """A dense round at lr = 0: momenta of all ranks meet again, v is not touched and x does not move."""
         kept, before = self.kept, self.kept.momentum
-        kept.hold_flat()
         step.average_exchanged()
+        step.whole.writes()
+        kept.hold_flat()
         active = [i for i in kept.layout.slots if step.active[i]]
         for i in active:
             kept.moment("m", i).lerp_(kept.grad(i).float(), 1 - kept.group(i)["betas"][0])
@@ -211,20 +211,42 @@ class ZeroOne(RefreshedMoments):
         group_of = kept.layout.group_of
         for slot, i in enumerate(kept.layout.slots):
             step.active[i] = step.active[i] and (moving[group_of[i]] or local.way[slot] > 0)
-        number, lr = kept.steps + 1, self._schedule_lr()
-        alone = kept.phase is Phase.LOCAL and (self.sync_policy.since > 0 or self.sync_policy.gap(number, lr) > 1)
+        number, lr, alone = kept.steps + 1, self._schedule_lr(), self._steps_alone()
         # (a refresh begins where replicas are equal)
         synchronised = not alone or self.sync_policy.due(number, lr) or self.refresh_within(2)
         if alone:
             self._local_step(step, synchronised)
         else:
-            kept.hold_by_bucket()
-            step.exchange_all()
+            self._exchange_all(step)
             kept.exchanged = 1
             local.reset()
         if kept.phase is Phase.LOCAL:
             self._record_round(synchronised)
         return False
+
+    def _steps_alone(self) -> bool:
+        """Whether the next one-bit round is one of this rank alone, with a synchronisation behind it or not."""
+        sync = self.sync_policy
+        return self.kept.phase is Phase.LOCAL and (
+            sync.since > 0 or sync.gap(self.kept.steps + 1, self._schedule_lr()) > 1
+        )
+
+    def scales_tell(self) -> bool:
+        """See the base; a step alone sends none, nor does a group at lr = 0."""
+        return not self._steps_alone() and all(group["lr"] > 0 for group in self.kept.groups)
+
+    def _exchange_all(self, step: Step) -> None:
+        """A one-bit round; where it fails the momentum lies as it did before."""
+        kept, before = self.kept, self.kept.flat.get("m")
+        if before is not None:
+            kept.flat["m"] = before.clone()
+            kept.hold_by_bucket()
+        try:
+            step.exchange_all()
+        except BaseException:
+            if before is not None and not step.whole.written:
+                kept.flat["m"], kept.momentum = before, []
+            raise
 
     def _record_round(self, synchronised: bool) -> None:
         self.sync_policy.record(synchronised)
@@ -234,6 +256,7 @@ class ZeroOne(RefreshedMoments):
     def _local_step(self, step: Step, synchronise: bool) -> None:
         """``m_i = b1 m_i + (1-b1) g_i ; u_i += lr_t m_i ; x_i -= lr wd x_i + clip(lr_t m_i r, -a, a) ; anchor -= lr wd anchor``."""
         kept, local = self.kept, self.local
+        step.whole.writes()
         kept.hold_flat()
         local.anchor_here()
         stepped = [i for i in kept.layout.slots if step.active[i]]

@@ -4,6 +4,7 @@ from lightning_onebit.comm.buckets import Bucket, Plan, Span, extended_plan, is_
 from lightning_onebit.comm.control import (
     Control,
     PlanMismatch,
+    begin_control,
     control_payload_bytes,
     control_round,
     handshake,
@@ -38,6 +39,7 @@ __all__ = [
     "StepRecord",
     "Topology",
     "Transport",
+    "begin_control",
     "chunk_order",
     "control_payload_bytes",
     "control_round",

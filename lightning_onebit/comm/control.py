@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -48,15 +49,15 @@ class Control:
         return (self.sum_squares / self.ranks) ** 0.5
 
 
-def control_round(
+def begin_control(
     transport: Transport,
     sum_squares: float,
     non_finite: int,
     present: Sequence[bool],
     device: torch.device,
     digest: int = 0,
-) -> Control:
-    """One small all-gather: every rank's squared norm, non-finite flag and presence bits, combined in rank order.
+) -> Callable[[], Control]:
+    """Begins one small all-gather: every rank's squared norm, non-finite flag and presence bits, combined in rank order.
 
     An all-gather rather than an all-reduce, because each rank then does the same sums in the same order: the result is
     bitwise equal everywhere whatever the backend. Payload: 12 bytes and one bit per parameter.
@@ -68,20 +69,34 @@ def control_round(
         present: per parameter, whether this rank has a gradient.
         device: device of the parameters (control tensors live there with NCCL).
         digest: 31 bits of what must be the same on all ranks.
+
+    Returns:
+        Waits for the other ranks and gives the result.
     """
     bits = np.packbits(np.array(present, dtype=bool), bitorder="little")
     payload = _HEADER.pack(sum_squares, digest << 1 | (non_finite > 0)) + bits.tobytes()
-    rows = _gather_rows(transport, payload, device, "control round (norm, non-finite flags, presence of gradients)")
-    heads = list(_HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()))
-    total = 0.0
-    for squares, _ in heads:  # sum() adds floats otherwise since Python 3.12
-        total += squares
-    bad = any(flags & 1 for _, flags in heads)
-    merged = np.bitwise_or.reduce(rows[:, _HEADER.size :], axis=0)
-    anywhere = np.unpackbits(merged, count=len(present), bitorder="little").astype(bool)
-    alike = len(heads) > 1 and len({squares for squares, _ in heads}) == 1 and total > 0
-    agreed = len({flags >> 1 for _, flags in heads}) == 1
-    return Control(total, not bad, tuple(anywhere.tolist()), len(heads), agreed, alike)
+    what = "control round (norm, non-finite flags, presence of gradients)"
+    answer = _begin_rows(transport, payload, device, what)
+
+    def end() -> Control:
+        rows = answer().cpu().numpy()
+        heads = list(_HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()))
+        total = 0.0
+        for squares, _ in heads:  # sum() adds floats otherwise since Python 3.12
+            total += squares
+        bad = any(flags & 1 for _, flags in heads)
+        merged = np.bitwise_or.reduce(rows[:, _HEADER.size :], axis=0)
+        anywhere = np.unpackbits(merged, count=len(present), bitorder="little").astype(bool)
+        alike = len(heads) > 1 and len({squares for squares, _ in heads}) == 1 and total > 0
+        agreed = len({flags >> 1 for _, flags in heads}) == 1
+        return Control(total, not bad, tuple(anywhere.tolist()), len(heads), agreed, alike)
+
+    return end
+
+
+def control_round(*args: Any, **kwargs: Any) -> Control:
+    """``begin_control()``, and its result."""
+    return begin_control(*args, **kwargs)()
 
 
 def share_values(transport: Transport, values: Tensor, what: str) -> Tensor:
@@ -92,10 +107,19 @@ def share_values(transport: Transport, values: Tensor, what: str) -> Tensor:
         values: the same shape on every rank, any dtype.
         what: what is exchanged, for the message of a timeout.
     """
+    return _begin_share(transport, values, what)()
+
+
+def _begin_share(transport: Transport, values: Tensor, what: str) -> Callable[[], Tensor]:
     mine = values.contiguous().view(-1).view(torch.uint8).to(transport.device(values.device))
     out = torch.empty((transport.size, mine.numel()), dtype=torch.uint8, device=mine.device)
-    transport.all_gather(out, mine, transport.topology.group, what=what, link=None).wait()
-    return out.to(values.device).view(values.dtype).view(transport.size, *values.shape)
+    pending = transport.all_gather(out, mine, transport.topology.group, what=what, link=None)
+
+    def end() -> Tensor:
+        pending.wait()
+        return out.to(values.device).view(values.dtype).view(transport.size, *values.shape)
+
+    return end
 
 
 class PlanMismatch(RuntimeError):
@@ -149,5 +173,9 @@ def _first_difference(subject: str, mine: list[str], rank: int, other: list[str]
 
 def _gather_rows(transport: Transport, payload: bytes, device: torch.device, what: str) -> np.ndarray:
     """Every rank's payload, of one length everywhere: uint8 ``(ranks, len(payload))``."""
+    return _begin_rows(transport, payload, device, what)().cpu().numpy()
+
+
+def _begin_rows(transport: Transport, payload: bytes, device: torch.device, what: str) -> Callable[[], Tensor]:
     mine = torch.frombuffer(bytearray(payload), dtype=torch.uint8)
-    return share_values(transport, mine.to(transport.device(device)), what).cpu().numpy()
+    return _begin_share(transport, mine.to(transport.device(device)), what)

@@ -28,6 +28,9 @@ class Codec(Protocol):
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
         """Worker side: uint8 ``(nodes, row bytes)``, row l for the owner on node l. ``shard``: node mean of ``local`` or None when flat."""
 
+    def received_buffer(self, bucket: Bucket, sent: Tensor) -> Tensor:
+        """Like ``sent``: what round 1 writes into."""
+
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: uint8 reply for this rank's chunk from ``received`` of shape ``(nodes, row bytes)``."""
 
@@ -88,7 +91,7 @@ class Exchange:
                 shard = mean_in_order(parts)
         with ledger.compressing("pack"):
             sent = codec.encode(bucket, shard)
-        received = torch.empty_like(sent)
+        received = codec.received_buffer(bucket, sent)
         yield transport.all_to_all(received, sent, inter, what=f"round 1 (all-to-all) of {where}", link="inter")
         with ledger.compressing("reduce"):
             reply = codec.reduce(bucket, received)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +15,7 @@ from lightning_onebit.engine.masters import Comparison, adopt_
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.engine.sharded import LocalShard, Shards
 from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed, Residual, get_backend
+from lightning_onebit.kernels.residual import copy_blocks
 
 # elements treated at once where temporaries are needed, so that none grows with the model
 _CHUNK = 1 << 20
@@ -112,6 +113,9 @@ class Arenas:
         self.momentum: list[Tensor | Packed] = []
         self.worker: Residual | None = None
         self.server: Residual | None = None
+        self._new_worker: Residual | None = None
+        self._new_server: Residual | None = None
+        self._buffers: dict[tuple[int, str], Packed] = {}
         self.units: dict[int, float] = {}
         self.t: list[int] = []
         self.cold: set[int] = set()
@@ -157,7 +161,8 @@ class Arenas:
         self.kernels = get_backend(self.exchange.kernels, layout.device)
         size = layout.plan.elements // (layout.ranks.ranks_per_node if self.by_shard else 1)
         self.flat = {name: self._zeros(size) for name in self.names}
-        self.momentum, self.worker, self.server = [], None, None
+        self.momentum = []
+        self.drop_residuals()
         self._keep(kept)
 
     def extend(self, layout: Layout, kept: Kept) -> None:
@@ -172,8 +177,10 @@ class Arenas:
             self.momentum += [self._zeros(b.elements) for b in layout.buckets[len(before.buckets) :]]
         if self.worker is not None and self.server is not None:
             ranks, blocks = layout.ranks, layout.plan.blocks - before.plan.blocks
-            self.worker = self._longer(self.worker, blocks // ranks.ranks_per_node)
-            self.server = self._longer(self.server, blocks // ranks.size)
+            worker, server = self.worker, self.server
+            self.drop_residuals()
+            self.worker = self._longer(worker, blocks // ranks.ranks_per_node)
+            self.server = self._longer(server, blocks // ranks.size)
 
     def move_to(self, layout: Layout) -> None:
         """The same layout at another place in an equal world."""
@@ -282,8 +289,7 @@ class Arenas:
         if not self.masters:
             return
         pairs = [(self.layout.params[i], master) for i, master in self.masters.items()]
-        # without a look at the gradients the host never waits for a device, and shall not here
-        if self.device.type == "cuda" and self.exchange.on_nonfinite == "skip":
+        if self.device.type == "cuda":
             self.comparison = Comparison(pairs)
         else:
             adopt_(pairs)
@@ -337,8 +343,10 @@ class Arenas:
     def allocate_residuals(self) -> None:
         """Makes both residuals, of zeros, where there are none."""
         if self.worker is None:
-            self.worker = self._no_residual(self.layout.ranks.ranks_per_node)
-            self.server = self._no_residual(self.layout.ranks.size)
+            self.worker, self.server = (
+                self._no_residual(self._share("worker")),
+                self._no_residual(self._share("server")),
+            )
 
     def _no_residual(self, share: int) -> Residual:
         """Zeros for one of ``share`` equal parts of all blocks."""
@@ -346,24 +354,43 @@ class Arenas:
         layout = self.layout
         return self.kernels.residual(layout.plan.blocks // share, self.exchange.block_size, dtype, layout.device)
 
-    def worker_residual(self, bucket: Bucket) -> Residual:
-        """What this rank holds back of its shard of a bucket."""
-        return _part(self.worker, bucket, self.layout.ranks.ranks_per_node)
+    def drop_residuals(self) -> None:
+        """Gives both up, with all that exchanges need besides."""
+        self.worker = self.server = self._new_worker = self._new_server = None
+        self._buffers = {}
 
-    def server_residual(self, bucket: Bucket) -> Residual:
-        """What this rank holds back, as a server, of its chunk of a bucket."""
-        return _part(self.server, bucket, self.layout.ranks.size)
+    def residual(self, bucket: Bucket, side: str) -> Residual:
+        """What this rank holds back of its shard of a bucket (``side="worker"``), or of its chunk of it (``"server"``)."""
+        return _part(self.worker if side == "worker" else self.server, bucket, self._share(side))
+
+    def new_residual(self, bucket: Bucket, side: str) -> Residual:
+        """Where an exchange writes the next one: in memory of its own, which counts once ``take_new_residuals()`` is called."""
+        if self._new_worker is None:
+            self._new_worker, self._new_server = (self._no_residual(self._share(s)) for s in ("worker", "server"))
+        return _part(self._new_worker if side == "worker" else self._new_server, bucket, self._share(side))
+
+    def take_new_residuals(self, exchanged: Collection[int]) -> None:
+        """Makes what an exchange has written the residuals; those of buckets that are not among ``exchanged`` stay as they are."""
+        for bucket in self.layout.buckets:
+            if bucket.index not in exchanged:
+                for side in ("worker", "server"):
+                    old, new = self.residual(bucket, side), self.new_residual(bucket, side)
+                    everywhere = torch.ones(bucket.blocks // self._share(side), dtype=torch.bool, device=bucket.device)
+                    copy_blocks(old, new, everywhere)
+        self.worker, self._new_worker = self._new_worker, self.worker
+        self.server, self._new_server = self._new_server, self.server
+
+    def _share(self, side: str) -> int:
+        """Of how many equal parts of every bucket a rank has one."""
+        return self.layout.ranks.ranks_per_node if side == "worker" else self.layout.ranks.size
 
     def clear_residuals(self, index: int) -> None:
         """Drops what is held back of a parameter."""
         layout = self.layout
         for bucket, _ in layout.plan.spans_of(layout.slot_of[index]):
             mine = bucket.block_param == layout.slot_of[index]
-            for residual, (first, last) in (
-                (self.worker_residual(bucket), layout.shard(bucket)),
-                (self.server_residual(bucket), layout.chunk(bucket)),
-            ):
-                residual.tensor().view(last - first, -1)[mine[first:last]] = 0.0
+            for side, (first, last) in (("worker", layout.shard(bucket)), ("server", layout.chunk(bucket))):
+                self.residual(bucket, side).tensor().view(last - first, -1)[mine[first:last]] = 0.0
 
     def residual_ratio(self) -> float:
         """Norm of the worker residual relative to that of the momenta that the last exchange has carried; 0 before it."""
@@ -494,6 +521,20 @@ class Arenas:
         width = Packed.row_bytes(count, bucket.block_size, has_scales)
         raw = torch.empty((rows, width), dtype=torch.uint8, device=self.layout.device)
         return Packed(raw, count, bucket.block_size, has_scales)
+
+    def buffer(self, bucket: Bucket, name: str, rows: int) -> Packed:
+        """A payload for ``rows`` chunks of a bucket, the same one at every step."""
+        known = self._buffers.get((bucket.index, name))
+        if known is None:
+            known = self._buffers[bucket.index, name] = self.payload(bucket, rows)
+        return known
+
+    def reuse(self, bucket: Bucket, name: str, held: Tensor | Packed) -> None:
+        """Has the next step write into a payload that nothing needs any more, in the place of the one that it has been given."""
+        if isinstance(held, Packed):
+            self._buffers[bucket.index, name] = held
+        else:
+            self._buffers.pop((bucket.index, name))
 
     # ----- what kernels are given --------------------------------------------------------------------------------------
 

@@ -1,19 +1,22 @@
-"""What travels in an exchange: bits and scales with error feedback. The one place that writes residuals and the momentum of a bucket."""
+"""What travels in an exchange: bits and scales with error feedback. The one place that writes residuals and the momentum of a bucket.
+
+An exchange is a transaction. Encoding and reducing write *new* residuals, beside those there are, and what comes back waits; when all
+buckets are there and finite, ``end()`` makes the new residuals the optimizer's, hands momenta over and has the rule write weights.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
 from lightning_onebit.comm import Bucket
 from lightning_onebit.comm import Codec as Wire
-from lightning_onebit.engine.whole import Wholeness
 from lightning_onebit.kernels import BoundSpans, Packed, Residual
-from lightning_onebit.kernels.transfer import Download
+from lightning_onebit.kernels.residual import copy_blocks
 
 if TYPE_CHECKING:
     from lightning_onebit.engine.rule import Sent
@@ -28,11 +31,16 @@ class Codec(Wire):
 
     Attributes:
         arrived: what has come back, with scales that tell whether it is finite.
+        alike: bool, 0-d, whether all workers have sent the same, and something; None: not known.
     """
+
+    #: whether nothing is written before ``end()``
+    is_transaction: ClassVar[bool] = False
 
     def __init__(self, step: Step) -> None:
         self.step, self.kept = step, step.kept
         self.arrived: list[tuple[Bucket, Tensor]] = []
+        self.alike: Tensor | None = None
         self.protected: dict[int, Protected] = {}
 
     def protect(self, buckets: Sequence[Bucket], known: Sequence[bool]) -> None:
@@ -41,8 +49,11 @@ class Codec(Wire):
         self.protected = {b.index: Protected(self, b, known) for b in buckets if not b.params.isdisjoint(idle)}
 
     def guarded(self, bucket: Bucket) -> Guarded:
-        """What the exchange overwrites of a bucket."""
-        raise NotImplementedError
+        """What encoding and reducing overwrite of a bucket."""
+        return []
+
+    def received_buffer(self, bucket: Bucket, sent: Tensor) -> Tensor:
+        return torch.empty_like(sent)
 
     def look_up(self, bucket: Bucket) -> None:
         """Looks up what the exchange of a bucket will need, while nothing streams through memory: after a kernel, caches are cold."""
@@ -69,7 +80,7 @@ class Codec(Wire):
 
 
 class OneBit(Codec):
-    """One bit per element and one scale per block, error feedback on both sides (docs/algorithms, section 2).
+    """One bit per element and one scale per block, error feedback on both sides (docs/algorithms, section 2); a transaction.
 
     Args:
         step: the running step.
@@ -78,6 +89,8 @@ class OneBit(Codec):
         done: see ``Rule.finish``.
         becomes_momentum: whether what comes back becomes the momentum of its bucket.
     """
+
+    is_transaction: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -91,105 +104,82 @@ class OneBit(Codec):
         super().__init__(step)
         self._rescaled = step.rescaled_residuals()
         self._send, self._take, self._done, self._becomes_momentum = send, take, done, becomes_momentum
-        self._taken: list[tuple[Part, Packed, Any]] = []
-        self._workers: dict[int, tuple[Sent, Residual]] = {}
-        self._servers: dict[int, tuple[Tensor, Residual]] = {}
-        #: whether weights must not change yet, for backward may still read them
-        self.waits = False
+        self._sent: dict[int, Sent] = {}
 
-    def _worker(self, bucket: Bucket) -> tuple[Sent, Residual]:
-        known = self._workers.get(bucket.index)
+    def _worker(self, bucket: Bucket) -> Sent:
+        known = self._sent.get(bucket.index)
         if known is None:
             part = self.step.part(bucket, *self.kept.layout.shard(bucket))
-            known = self._workers[bucket.index] = self._send(part), self.kept.worker_residual(bucket)
+            known = self._sent[bucket.index] = self._send(part)
         return known
 
-    def _server(self, bucket: Bucket) -> tuple[Tensor, Residual]:
-        known = self._servers.get(bucket.index)
-        if known is None:
-            lengths = bucket.lengths[slice(*self.kept.layout.chunk(bucket))]
-            known = self._servers[bucket.index] = lengths, self.kept.server_residual(bucket)
-        return known
-
-    def _rescale(self, bucket: Bucket, residual: Residual, blocks: tuple[int, int]) -> None:
-        """Brings what was held back of some blocks into this step's unit."""
-        if self._rescaled is not None:
-            factors = self._rescaled[bucket.index][slice(*blocks)]
-            residual.tensor().view(len(factors), bucket.block_size).mul_(factors[:, None])
-
-    def guarded(self, bucket: Bucket) -> Guarded:
-        """See the base: residuals, and what else is the rank's own."""
-        layout, rule = self.kept.layout, self.step.rule
-        names = rule.arenas if rule.per_rank else ()
-        return [
-            *((bucket.slice(self.kept.flat[name]), (0, bucket.blocks)) for name in names),
-            (self.kept.worker_residual(bucket), layout.shard(bucket)),
-            (self.kept.server_residual(bucket), layout.chunk(bucket)),
-        ]
+    def _residuals(self, bucket: Bucket, side: str, blocks: tuple[int, int]) -> tuple[Residual, Residual | None]:
+        """The residual of some blocks that enters, in this step's unit, and where the new one goes (None: in its place)."""
+        old, new = self.kept.residual(bucket, side), self.kept.new_residual(bucket, side)
+        if self._rescaled is None:
+            return old, new
+        factors, shape = self._rescaled[bucket.index][slice(*blocks)], (blocks[1] - blocks[0], bucket.block_size)
+        torch.mul(old.tensor().view(shape), factors[:, None], out=new.values.view(shape))
+        if new.pending is not None:
+            new.pending.zero_()
+        return new, None
 
     def look_up(self, bucket: Bucket) -> None:
         super().look_up(bucket)
         self._worker(bucket)
-        self._server(bucket)
 
     def contribution(self, bucket: Bucket) -> Tensor | BoundSpans:
-        flat = self._worker(bucket)[0].g
+        flat = self._worker(bucket).g
         return super().contribution(bucket) if flat is None else flat
+
+    def received_buffer(self, bucket: Bucket, sent: Tensor) -> Tensor:
+        return self.kept.buffer(bucket, "received", self.kept.layout.ranks.nodes).raw
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
         """Worker side: compresses ``a*m + (b*g)*r + e`` of this rank's shard."""
         lo, hi = self.kept.layout.shard(bucket)
-        out = self.kept.payload(bucket, self.kept.layout.ranks.nodes)
-        if guard := self.protected.get(bucket.index):
-            guard.save()
-        sent, residual = self._worker(bucket)
-        self._rescale(bucket, residual, (lo, hi))
+        out, sent = self.kept.buffer(bucket, "sent", self.kept.layout.ranks.nodes), self._worker(bucket)
+        e, into = self._residuals(bucket, "worker", (lo, hi))
         g = shard if shard is not None else self.contribution(bucket)
-        self.kept.kernels.compress(bucket, lo, hi, a=sent.a, m=sent.m, b=sent.b, g=g, e=residual, out=out, r=sent.r)
+        self.kept.kernels.compress(bucket, lo, hi, a=sent.a, m=sent.m, b=sent.b, g=g, e=e, out=out, r=sent.r, into=into)
         return out.raw
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
-        ranks = self.kept.layout.ranks
+        ranks, chunk = self.kept.layout.ranks, self.kept.layout.chunk(bucket)
         rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
-        out = self.kept.payload(bucket, 1)
-        lengths, residual = self._server(bucket)
-        self._rescale(bucket, residual, self.kept.layout.chunk(bucket))
-        self.kept.kernels.reduce(rows, lengths, residual, out, 1.0 / ranks.nodes)
+        if self.alike is None and ranks.nodes > 1:
+            self.alike = (rows.scales == rows.scales[0]).all() & (rows.scales > 0).any()
+        out = self.kept.buffer(bucket, "reply", 1)
+        d, into = self._residuals(bucket, "server", chunk)
+        self.kept.kernels.reduce(rows, bucket.lengths[slice(*chunk)], d, out, 1.0 / ranks.nodes, into)
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
-        """Where round 2 writes: the packed momentum itself, unless the old one is still needed."""
-        held = self.kept.momentum[bucket.index] if self.kept.momentum else None
-        fresh = self.step.rule.needs_old_momentum or bucket.index in self.protected
-        if isinstance(held, Packed) and not fresh:
-            return held.raw
-        return self.kept.payload(bucket, self.kept.layout.ranks.size).raw
+        """Where round 2 writes: what becomes the momentum."""
+        return self.kept.buffer(bucket, "momentum", self.kept.layout.ranks.size).raw
 
     def finish(self, bucket: Bucket, gathered: Tensor) -> None:
-        """Takes the averaged, compressed result and applies it."""
+        """Keeps the averaged, compressed result until all are there."""
         self.arrived.append((bucket, gathered))
-        if not self.waits:
-            self._apply(bucket, gathered)
-
-    def _apply(self, bucket: Bucket, gathered: Tensor) -> None:
-        packed = Packed(gathered, bucket.blocks // self.kept.layout.ranks.size, bucket.block_size)
-        part = self.step.part(bucket, 0, bucket.blocks)
-        self._taken.append((part, packed, self._take(part, packed)))
-        guard = self.protected.get(bucket.index)
-        if guard is not None:
-            guard.restore()
-        if self._becomes_momentum:
-            self.kept.momentum[bucket.index] = packed if guard is None else guard.merged(packed)
 
     def end(self) -> None:
-        """See the base: what waited is applied, then the rule finishes."""
-        if self.waits:
-            self._workers, self._servers = {}, {}
-            for bucket, gathered in self.arrived:
-                self._apply(bucket, gathered)
+        """See the base: what has come back is applied, and the new residuals are the optimizer's."""
+        taken: list[tuple[Part, Packed, Any]] = []
+        for bucket, gathered in self.arrived:
+            packed = Packed(gathered, bucket.blocks // self.kept.layout.ranks.size, bucket.block_size)
+            part = self.step.part(bucket, 0, bucket.blocks)
+            taken.append((part, packed, self._take(part, packed)))
+            guard = self.protected.get(bucket.index)
+            if guard is not None:
+                guard.keep_residuals()
+            if self._becomes_momentum:
+                held = self.kept.momentum[bucket.index]
+                self.kept.momentum[bucket.index] = packed if guard is None else guard.merged(held, packed)
+                self.kept.reuse(bucket, "momentum", held)
         if self._done is not None:
-            self._done(self.step, self._taken)
+            self._done(self.step, taken)
+        self.kept.take_new_residuals({bucket.index for bucket, _ in self.arrived})
 
 
 class Protected:
@@ -201,34 +191,36 @@ class Protected:
         idle = torch.tensor([not a for a in active], device=bucket.device)
         self._idle = idle[bucket.block_param]
         self._saved: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._old: Tensor | Packed | None = None
 
     def save(self) -> None:
-        """Remembers what an exchange overwrites."""
-        momentum = self._codec.kept.momentum
+        """Remembers what encoding and reducing overwrite."""
         for flat, where in self._codec.guarded(self._bucket):
             mask = self._idle[slice(*where)]
             for part in (flat.values, flat.pending) if isinstance(flat, Residual) else (flat,):
                 if part is not None:
                     blocks = part.view(len(mask), -1)
                     self._saved.append((blocks, mask, blocks[mask]))
-        self._old = momentum[self._bucket.index] if momentum else None
 
     def restore(self) -> None:
         """Puts it back."""
         for blocks, mask, values in self._saved:
             blocks[mask] = values
 
-    def merged(self, packed: Packed) -> Tensor | Packed:
+    def keep_residuals(self) -> None:
+        """Gives idle blocks of the new residuals what they have in the old ones."""
+        kept, bucket = self._codec.kept, self._bucket
+        for side, blocks in (("worker", kept.layout.shard(bucket)), ("server", kept.layout.chunk(bucket))):
+            copy_blocks(kept.residual(bucket, side), kept.new_residual(bucket, side), self._idle[slice(*blocks)])
+
+    def merged(self, old: Tensor | Packed, packed: Packed) -> Tensor | Packed:
         """The new momentum, with the old one in idle blocks."""
         bucket, size = self._bucket, self._bucket.block_size
         idle = self._idle.view(packed.rows, packed.blocks_per_row)
-        if isinstance(self._old, Packed):
-            packed.scales[idle] = self._old.scales[idle]
-            packed.words[idle] = self._old.words[idle]
+        if isinstance(old, Packed):
+            packed.scales[idle] = old.scales[idle]
+            packed.words[idle] = old.words[idle]
             return packed
-        assert self._old is not None
-        kept = self._old.view(-1, size)[self._idle]
+        kept = old.view(-1, size)[self._idle]
         packed.scales[idle] = 0.0
         if not bool(kept.any()):
             return packed
@@ -239,68 +231,12 @@ class Protected:
         return flat
 
 
-class Scales:
-    """Whether what has come back is finite: all ranks hold the same scales, so all see a bad gradient of any rank.
-
-    Attributes:
-        unread: on CUDA, the sum of the scales of the last step's exchange, on its way to the host.
-    """
-
-    def __init__(self, whole: Wholeness) -> None:
-        self._whole = whole
-        self.unread: Download | None = None
-
-    @staticmethod
-    def _sums(arrived: Sequence[tuple[Bucket, Tensor]]) -> Tensor:
-        """Sum of each bucket's scales, fp64: finite if all of them are (fp32) numbers."""
-        packed = [Packed(raw, b.blocks // raw.shape[0], b.block_size) for b, raw in arrived]
-        return torch.stack([p.scales.sum(dtype=torch.float64) for p in packed])
-
-    def first_bad(self, arrived: Sequence[tuple[Bucket, Tensor]]) -> Bucket | None:
-        """The first bucket with a scale that is not finite."""
-        if not arrived or bool(torch.isfinite(sums := self._sums(arrived)).all()):
-            return None
-        return next(
-            bucket for (bucket, _), total in zip(arrived, sums.tolist(), strict=True) if not math.isfinite(total)
-        )
-
-    def check(
-        self,
-        arrived: Sequence[tuple[Bucket, Tensor]],
-        step: int,
-        *,
-        trusted: bool,
-        anywhere: Callable[[bool], bool],
-    ) -> None:
-        """Raises where what has been exchanged is not finite although nobody saw a gradient that is not.
-
-        Args:
-            arrived: what has come back.
-            step: number of the step.
-            trusted: nobody looked at the gradients before, so that the answer is needed now.
-            anywhere: whether something is so on any rank that holds shards of this replica. Collective.
-        """
-        if arrived and arrived[0][1].is_cuda and not trusted:
-            # asked for in the next step: waiting for the device here would hold the program up
-            self.unread = Download(self._sums(arrived).sum())
-        elif anywhere(self.first_bad(arrived) is not None):
-            self._refuse(step, trusted)
-
-    def read(self, step: int, anywhere: Callable[[bool], bool] = bool) -> None:
-        """Raises where the last step's exchange, whose scales a device was asked about, has turned out not to be finite."""
-        unread, self.unread = self.unread, None
-        if unread is not None and anywhere(not math.isfinite(unread.read())):
-            self._refuse(step, trusted=False)
-
-    def _refuse(self, step: int, trusted: bool) -> None:
-        reason = (
-            "a non-finite gradient of some rank has entered the exchange: with on_nonfinite='raise' nobody looks before. Resume from "
-            "the last checkpoint, with on_nonfinite='skip' to skip such steps"
-            if trusted
-            else "gradients of some rank are finite, but so large that their squares are not (fp32). Resume from the last checkpoint, "
-            "with a lower lr or with gradients clipped"
-        )
-        known = f" (the last good one is {self._whole.checkpoint})" if self._whole.checkpoint else ""
-        error = FloatingPointError(f"step {step}: {reason}{known}")
-        self._whole.tear(f"step {step}", error)
-        raise error
+def first_bad(arrived: Sequence[tuple[Bucket, Tensor]]) -> Bucket | None:
+    """The first bucket that has come back with a scale that is not finite: all ranks hold the same, so all see a bad gradient of any."""
+    if not arrived:
+        return None
+    packed = [Packed(raw, b.blocks // raw.shape[0], b.block_size) for b, raw in arrived]
+    sums = torch.stack(
+        [p.scales.sum(dtype=torch.float64) for p in packed]
+    ).tolist()  # finite if all of them are (fp32) numbers
+    return next((bucket for (bucket, _), total in zip(arrived, sums, strict=True) if not math.isfinite(total)), None)

@@ -12,18 +12,12 @@ from lightning_onebit.comm import Bucket, ExchangeSession
 from lightning_onebit.comm.reducer import remove_with
 from lightning_onebit.engine.codec import OneBit
 from lightning_onebit.engine.step import Step
-from lightning_onebit.engine.whole import Wholeness
 
 
 class Early:
-    """The exchange that a backward has begun, and the hooks that hear of gradients.
+    """The exchange that a backward has begun, and the hooks that hear of gradients."""
 
-    Args:
-        whole: the optimizer's; from the first bucket on the step can only be ended.
-    """
-
-    def __init__(self, whole: Wholeness) -> None:
-        self._whole = whole
+    def __init__(self) -> None:
         self._codec: OneBit | None = None
         self._session: ExchangeSession | None = None
         self._remove: Callable[[], object] | None = None
@@ -92,7 +86,6 @@ class Early:
         step.forget_numbers()
         codec = step.rule.codec(step)
         assert isinstance(codec, OneBit) and step.link.exchange is not None
-        codec.waits = True  # weights must not change while backward may still read them
         # frozen for a while, beside others: they stay as they are; so do those that may turn out to be late
         codec.protect(self._buckets, [trained and i not in kept.cold for i, trained in zip(slots, trains, strict=True)])
         # results are used after backward: waiting for them would hold it up
@@ -131,15 +124,9 @@ class Early:
             self._launch(self._buckets[position])
 
     def _launch(self, bucket: Bucket) -> None:
-        """Sends a bucket; from here on the step can only be ended."""
-        assert self._session is not None and self._codec is not None
-        step = f"step {self._codec.kept.steps + 1}"
-        self._whole.under_way = self._whole.under_way or step
-        try:
-            self._session.launch(bucket)
-        except BaseException as error:
-            self._whole.tear(step, error)
-            raise
+        """Sends a bucket; from here on all ranks have to end the exchange, whether or not the step is made."""
+        assert self._session is not None
+        self._session.launch(bucket)
 
     def launch_rest(self) -> None:
         """Sends the buckets of which gradients have not landed; those count as zeros."""
@@ -162,9 +149,7 @@ class Early:
         """Brings in what backward has sent, on all ranks alike, and forgets it."""
         if self._session is not None:
             self.launch_rest()
-            self._session.finish()
-            if not self._whole.within:
-                self._whole.reset()  # what has arrived is not used, on any rank
+            self._session.finish()  # what has arrived is not used, on any rank
         self.forget()
         self._reset()
         self.remove_hooks()

@@ -6,7 +6,7 @@ import atexit
 import contextlib
 import logging
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch import Tensor
 from lightning_onebit.comm import ring_bytes, torn_down_last
 from lightning_onebit.engine.agreement import AGREE_EVERY
 from lightning_onebit.engine.arenas import Phase
-from lightning_onebit.engine.codec import Scales
 from lightning_onebit.engine.early import Early
 from lightning_onebit.engine.late import Late
 from lightning_onebit.engine.layout import Layout, check_parameters, describe_groups
@@ -23,7 +22,7 @@ from lightning_onebit.engine.link import Link
 from lightning_onebit.engine.options import ExchangeOptions, check_group, refuse_ignored
 from lightning_onebit.engine.rule import Rule
 from lightning_onebit.engine.step import Step
-from lightning_onebit.engine.whole import TornStep, Wholeness, signals_held
+from lightning_onebit.engine.whole import NotFinite, Wholeness, signals_held
 
 log = logging.getLogger("lightning_onebit")
 
@@ -69,7 +68,6 @@ class Engine:
         whole: whether all of it belongs to one step.
         early: the exchange that a backward has begun.
         late: what parameters go through whose first gradient comes late.
-        scales: whether what has come back is finite.
         running: the running step; None between steps.
         skipped, skips_in_a_row: steps that were not made, for gradients were not finite.
     """
@@ -80,7 +78,7 @@ class Engine:
         self.rule, self.kept, self.exchange, self.algorithm, self.kind = rule, rule.kept, exchange, algorithm, kind
         self.whole = Wholeness()
         self.link = Link(algorithm, exchange)
-        self.late, self.early, self.scales = Late(rule), Early(self.whole), Scales(self.whole)
+        self.late, self.early = Late(rule), Early()
         self.running: Step | None = None
         self.skipped = self.skips_in_a_row = 0
         self._hyperparameters = hyperparameters
@@ -99,7 +97,7 @@ class Engine:
 
     def new_step(self) -> Step:
         """A step of which nothing is known yet."""
-        return Step(self.rule, self.link, self.late, self.scales)
+        return Step(self.rule, self.link, self.late, self.whole)
 
     def begin(self) -> Step:
         """The running step, or a new one; from here on it is decided whether it is dense."""
@@ -129,32 +127,42 @@ class Engine:
         self.kept.adopt()
         step, limit = self.average(), self.rule.options.max_grad_norm
         if self.sends_early and not step.dense:
-            with self.whole.change(self._naming_step()):
-                codec = self.early.complete(step)
-                self._agree_now_and_then()
-                self.early.forget()
-                step.make_early(codec)
-                self._end(step)
+            self._make(step, self._end_early)
             return
         if step.dense:
             self._agree_now_and_then()
-        self.scales.read(self.kept.steps, lambda bad: self.link.any_shard(bad, self.kept.device))
-        step.trusted = self.rule.scales_tell and not step.dense and self.exchange.on_nonfinite == "raise"
-        verdict = step.verdict or step.judge(norm=limit is not None)
-        step.active = list(verdict.present[: len(self.kept.layout.params)])
-        self.kept.end_adopting()
+        kept = self.kept
+        step.trusted = self.rule.scales_tell() and not (step.dense or kept.cold or kept.late)
+        verdict = step.verdict
+        if verdict is None:
+            answer = step.ask(norm=limit is not None)
+            if step.trusted:
+                step.look_at_gradients()
+            verdict = answer()
+        step.active = list(verdict.present[: len(kept.layout.params)])
+        kept.end_adopting()
         if not verdict.finite:
             self.skip(bool(step.dense))
             return
         step.clip(verdict, limit)
-        with self.whole.change(self._naming_step()):
-            if not step.dense:
-                self._note_alike(verdict.alike)
-            step.make(verdict)
-            self._end(step)
+        self._make(step, lambda step: step.make(verdict))
+        self._note_alike(step.alike or verdict.alike, dense=bool(step.dense))
 
-    def _naming_step(self) -> str:
-        return f"step {self.kept.steps + 1}"
+    def _make(self, step: Step, make: Callable[[Step], None]) -> None:
+        """Makes a step, or skips it where what has come back is not finite."""
+        try:
+            with self.whole.change(f"step {self.kept.steps + 1}", written=False):
+                make(step)
+                self._end(step)
+        except NotFinite:
+            self.skip(dense=False)
+
+    def _end_early(self, step: Step) -> None:
+        """The rest of a step that backward has begun."""
+        codec = self.early.complete(step)
+        self._agree_now_and_then()
+        self.early.forget()
+        step.make_early(codec)
 
     def _end(self, step: Step) -> None:
         """Ends a step that has been made."""
@@ -203,10 +211,7 @@ class Engine:
     def skip_step(self) -> None:
         """See ``OnebitOptimizer.skip_step()``."""
         if self.early.open:
-            raise RuntimeError(
-                f"skip_step() in place of step {self.kept.steps + 1}: overlap='backward' sends gradients in backward, and what has been "
-                "sent cannot be skipped; use overlap='step'"
-            )
+            self.early.abandon()
         self.link.finish_reduction()
         self.skip(self.next_is_dense())
 
@@ -215,7 +220,7 @@ class Engine:
         self.kept.hidden, self.kept.showing = {}, None  # weights that are shown are those of the state that is loaded
         self.early.abandon()
         self.link.finish_reduction()
-        self.running = self.scales.unread = self.kept.comparison = None
+        self.running = self.kept.comparison = None
 
     def _agree_now_and_then(self) -> None:
         """Compares hyperparameters where a step has no control round."""
@@ -223,9 +228,9 @@ class Engine:
         if number % AGREE_EVERY == 0 and self.link.ranks.size > 1:
             self.link.control_round(number, 0.0, 0, [], self.kept.device)
 
-    def _note_alike(self, alike: bool) -> None:
+    def _note_alike(self, alike: bool, *, dense: bool) -> None:
         """Warns, once, where the gradients of several compressed steps were the same on all ranks."""
-        if self._alike_steps >= ALIKE_STEPS:
+        if dense or self._alike_steps >= ALIKE_STEPS:
             return
         self._alike_steps = self._alike_steps + 1 if alike else 0
         if self._alike_steps == ALIKE_STEPS and self.link.ranks.rank == 0:
@@ -353,7 +358,7 @@ class Engine:
         if phase is Phase.WARMUP:
             kept.hold_flat()
             self.rule.leave_compressed()
-            kept.worker = kept.server = None
+            kept.drop_residuals()
             self.early.remove_hooks()
         elif self.compresses:
             self.rule.enter_compressed()
@@ -415,7 +420,7 @@ class Engine:
     def torn(self) -> bool:
         """Whether a step has begun that did not end."""
         whole = self.whole
-        return bool(whole.cause) or (bool(whole.under_way) and not whole.within and not self.early.sending)
+        return bool(whole.cause) or (bool(whole.under_way) and not whole.within)
 
     def refuse_torn(self) -> None:
         """Raises where the last step did not end."""
@@ -426,22 +431,10 @@ class Engine:
     def changing(self, what: str, *, anew: bool = False) -> Iterator[None]:
         """Within it state changes outside of a step, all or nothing; ``anew``: all of it is replaced."""
         if anew:
-            if self.torn:
-                self.early.forget()
             self.whole.reset()
         self.refuse_torn()
         with signals_held(), self.whole.change(what):
             yield
-
-    def check_whole(self, *, weights_only: bool) -> None:
-        """Raises where weights and state are not those of one step, so that they must not be saved."""
-        self.scales.read(self.kept.steps)
-        self.refuse_torn()
-        if self.whole.under_way and not weights_only:
-            raise TornStep(
-                f"{self.kind}: {self.whole.under_way} has begun, and with it momentum and residuals have changed; save after "
-                "step(), or save the weights only"
-            )
 
     # ----- parameter groups -------------------------------------------------------------------------------------------
 

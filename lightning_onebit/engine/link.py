@@ -18,7 +18,7 @@ from lightning_onebit.comm import (
     Reducer,
     Topology,
     Transport,
-    control_round,
+    begin_control,
     handshake,
 )
 from lightning_onebit.engine.agreement import Agreement
@@ -177,14 +177,25 @@ class Link:
         Raises:
             PlanMismatch: on all ranks where they have not.
         """
+        return self.begin_control(step, squares, non_finite, present, device)()
+
+    def begin_control(
+        self, step: int, squares: float, non_finite: int, present: Sequence[bool], device: torch.device
+    ) -> Callable[[], Control]:
+        """Sends what a control round needs of this rank; what it returns waits for the others and ends the round."""
         assert self.transport is not None
-        control = control_round(self.transport, squares, non_finite, present, device, self.agreement.digest)
-        if control.agreed:
-            self.agreement.reached()
-            return control
         transport, facts = self.transport, self.agreement.facts
-        self._name_difference(step, lambda: handshake(transport, facts(), device, _OPTIONS))
-        return control
+        answer = begin_control(transport, squares, non_finite, present, device, self.agreement.digest)
+
+        def end() -> Control:
+            control = answer()
+            if control.agreed:
+                self.agreement.reached()
+            else:
+                self._name_difference(step, lambda: handshake(transport, facts(), device, _OPTIONS))
+            return control
+
+        return end
 
     def control_shards(
         self, step: int, squares: Sequence[float], bad: bool, flags: Sequence[bool], device: torch.device
@@ -222,4 +233,4 @@ class Link:
         if self.ranks.size == 1:
             return flag
         assert self.transport is not None
-        return not control_round(self.transport, 0.0, int(flag), [], device).finite
+        return not begin_control(self.transport, 0.0, int(flag), [], device)().finite

@@ -456,14 +456,15 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: with this step 100 steps in a row had a non-finite gradient on some rank (``on_nonfinite="raise"``: this
-                one had); or squares of finite ones overflow fp32 (on CUDA the next step or ``state_dict()`` says it; not BinSGDM).
+                one had).
             PlanMismatch: the ranks do not run the same program (first step).
             CollectiveTimeout: a rank did not join in time.
             TornStep: the last step did not end.
 
-        An error before the exchange (while gradients are averaged, in the control round) leaves weights and state as they were. A later
-        one leaves the optimizer ``torn``. Signals that have handlers in Python wait for the end of the step; a second one of its kind
-        does not.
+        A step is made entirely or not at all: an error while anything is sent leaves weights and state as they were, and so does a
+        gradient that is not finite, or whose square overflows fp32, on all ranks. What BinSGDM, 1-bit SGD and local steps of 0/1 Adam
+        have learned when their exchange fails is not taken back; the optimizer is ``torn`` then. Signals that have handlers in Python
+        wait for the end of the step; a second one of its kind does not.
         """
         self.show_local()
         loss = None
@@ -484,7 +485,6 @@ class OnebitOptimizer(torch.optim.Optimizer):
 
         Raises:
             FloatingPointError: with this one 100 steps in a row have been skipped.
-            RuntimeError: gradients are under way compressed (``overlap="backward"``), and residuals have changed with them.
         """
         self._engine.skip_step()
 
@@ -530,17 +530,13 @@ class OnebitOptimizer(torch.optim.Optimizer):
             """Says what a copy is."""
             raise AttributeError(missing(self, name))
 
-    def check_whole(self, *, weights_only: bool = False) -> None:
+    def check_whole(self) -> None:
         """Raises where weights and state are not those of one step, so that they must not be saved.
 
-        Args:
-            weights_only: momentum and residuals are not to be saved. ``overlap="backward"`` changes only those before ``step()``.
-
         Raises:
-            TornStep: the last step did not end, or one has begun.
-            FloatingPointError: the last step's exchange was not finite (said here on CUDA, where a step does not wait to know).
+            TornStep: the last step did not end.
         """
-        self._engine.check_whole(weights_only=weights_only)
+        self._engine.refuse_torn()
 
     def note_checkpoint(self, path: str | None) -> None:
         """Says which checkpoint of this run to go on from where a step does not end; None: there is none."""
@@ -555,7 +551,7 @@ class OnebitOptimizer(torch.optim.Optimizer):
         are not in it (see ``residual_state_dict``). Hooks of ``register_state_dict_post_hook`` get all of it.
 
         Raises:
-            TornStep: the last step did not end, or one has begun (``overlap="backward"``, between backward and ``step()``).
+            TornStep: the last step did not end.
         """
         self.check_whole()
         return state.save(self)

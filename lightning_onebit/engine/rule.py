@@ -77,12 +77,8 @@ class Rule:
     residual_unit: ClassVar[str] = ""
     #: what the state of a plain optimizer has, for each parameter, where it is a valid start (torch.optim.Adam's); "": none is
     reads_plain: ClassVar[str] = "exp_avg_sq"
-    #: whether a non-finite gradient of any rank shows in the scales that all ranks receive, in the same step
-    scales_tell: ClassVar[bool] = True
     #: whether it begins with a stage in which all steps are dense, to which it can go back
     has_dense_warm_up: ClassVar[bool] = False
-    #: whether the momentum of before an exchange is asked for after it
-    needs_old_momentum: ClassVar[bool] = False
     first_phase: ClassVar[Phase] = Phase.WARMUP
     frozen_phase: ClassVar[Phase] = Phase.COMPRESSED
     #: options of the exchange that would have no effect, with the only value that they may have
@@ -142,6 +138,13 @@ class Rule:
         """A step on local gradients; returns whether they have been averaged densely all the same."""
         step.exchange_all()
         return False
+
+    def scales_tell(self) -> bool:
+        """Whether a gradient of any rank that is not finite shows in the scales that all ranks receive in the next compressed step.
+
+        Then nobody looks at gradients before they are sent; the step must write nothing until all scales are there.
+        """
+        return True
 
     def codec(self, step: Step) -> Codec:
         """What travels in an exchange."""

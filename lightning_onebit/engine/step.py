@@ -11,8 +11,9 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket, Control
 from lightning_onebit.comm.ranges import ranged
-from lightning_onebit.engine.codec import Codec, OneBit, Scales
+from lightning_onebit.engine.codec import Codec, OneBit, first_bad
 from lightning_onebit.engine.link import DENSE_LANE, PLAN_LANE, Link
+from lightning_onebit.engine.whole import NotFinite, Wholeness
 from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed
 from lightning_onebit.kernels.transfer import upload
 
@@ -127,14 +128,15 @@ class Step:
         grad_scale: factor by which gradients are clipped.
         active: by parameter, whether it takes part.
         trusted: nobody looks at the gradients that are exchanged before they come back.
+        alike: whether all ranks have the same gradients, as far as it shows.
     """
 
-    def __init__(self, rule: Rule, link: Link, late: Late, scales: Scales) -> None:
-        self.rule, self.kept, self.link, self.late, self.scales = rule, rule.kept, link, late, scales
+    def __init__(self, rule: Rule, link: Link, late: Late, whole: Wholeness) -> None:
+        self.rule, self.kept, self.link, self.late, self.whole = rule, rule.kept, link, late, whole
         self.dense: bool | None = None
         self.grad_scale = 1.0
         self.active: list[bool] = []
-        self.trusted = False
+        self.trusted = self.alike = False
         self.forget_gradients()
         self.forget_numbers()
 
@@ -147,6 +149,7 @@ class Step:
         self.averaged_elsewhere = False
         # gradients of parameters that are not sharded, beside others that are, have been averaged over the ranks of a replica
         self._evened = False
+        self._grads: dict[int, BoundSpans] = {}
 
     # ----- gradients ---------------------------------------------------------------------------------------------------
 
@@ -200,9 +203,13 @@ class Step:
         if self.grad_scale != 1.0 and grads:
             torch._foreach_mul_(grads, self.grad_scale)
 
-    @ranged("control")
     def judge(self, *, norm: bool) -> Control:
         """Finiteness and presence of its gradients, alike on all ranks, and their norm if asked for."""
+        return self.ask(norm=norm)()
+
+    @ranged("control")
+    def ask(self, *, norm: bool) -> Callable[[], Control]:
+        """Begins to judge; what it returns waits for the answer."""
         kept, link, params = self.kept, self.link, self.kept.layout.params
         present = [p.grad is not None for p in params]
         finite = torch.tensor(True)
@@ -223,12 +230,18 @@ class Step:
         bad += (not bool(finite)) + (overflowed if self.averaged_elsewhere else 0)
         present, bad, (own, common) = self._judge_shards(present, bad, (own, common))
         if link.ranks.size > 1 and not self.dense:
-            control = link.control_round(kept.steps + 1, sum(own), int(bad), present, kept.device)
+            answer = link.begin_control(kept.steps + 1, sum(own), int(bad), present, kept.device)
         else:
-            control = Control(sum(own), bad == 0, tuple(present), 1)
-        if norm and self.averaged:
-            control = replace(control, sum_squares=control.sum_squares + sum(common) * control.ranks)
-        return control
+            alone = Control(sum(own), bad == 0, tuple(present), 1)
+            answer = lambda: alone  # noqa: E731
+
+        def judged() -> Control:
+            control = answer()
+            if norm and self.averaged:
+                control = replace(control, sum_squares=control.sum_squares + sum(common) * control.ranks)
+            return control
+
+        return judged
 
     def _stats(self, indices: Sequence[int]) -> tuple[list[float], int]:
         """Sums of squares of some gradients, one for each way in which parameters are sharded, and how many are not finite."""
@@ -270,6 +283,8 @@ class Step:
         """Takes note, on all ranks alike, of the first gradients of parameters that had none so far."""
         heard = verdict.present[len(self.kept.layout.params) :]
         if any(heard):
+            self.whole.writes()
+            self._grads = {}  # those of late parameters are not exchanged
             unheard = self.rule.unheard()
             self.rule.first_gradients(self, [i for i, here in zip(unheard, heard, strict=True) if here])
 
@@ -292,6 +307,7 @@ class Step:
         """Makes the step on gradients that ranks have agreed on; decides anew whether it was dense."""
         self.hear(verdict)
         if self.dense:
+            self.whole.writes()
             self.rule.step_dense(self, [i for i in self.kept.layout.known if self.active[i]])
             return
         members = self.late.average(self, verdict)
@@ -302,31 +318,21 @@ class Step:
         """The rest of a step whose exchange began in backward: what never landed counts as zero; then apply.
 
         Raises:
-            FloatingPointError: a gradient was not finite; what has been sent cannot be skipped.
+            NotFinite: a gradient of some rank was not.
         """
         kept = self.kept
-        bad = self.scales.first_bad(codec.arrived)
-        if self.link.any_shard(bad is not None, kept.device):
-            where = f" (bucket {bad.index})" if bad is not None else ""
-            raise FloatingPointError(
-                f"step {kept.steps + 1}: a gradient of some rank that is not finite, or whose square overflows fp32, has entered the "
-                f"exchange{where}. With overlap='backward' gradients leave before all of them can be checked, so the step "
-                "cannot be skipped; resume from the last checkpoint with overlap='step'"
-            )
+        self._check(codec)
         self.trusted = True  # the scales have told of what was compressed
         asks = (kept.layout.dense and self.link.reducer is not None) or kept.late or self.rule.unheard()
         verdict = self.judge(norm=False) if asks else None
         if verdict is not None and not verdict.finite:
-            raise FloatingPointError(
-                f"step {kept.steps + 1}: a gradient that is averaged densely was not finite on at least one rank. With "
-                "overlap='backward' the others have been sent, so the step cannot be skipped; resume from the last checkpoint "
-                "with overlap='step'"
-            )
+            raise NotFinite
         members: list[int] = []
         if verdict is not None:
             self.hear(verdict)
             members = self.late.average(self, verdict)
         kept.end_adopting()
+        self.whole.writes()
         stepped = [i for i in kept.layout.slots if self.active[i]]
         self.count(stepped)
         with self.link.ledger.compressing("apply"):
@@ -345,17 +351,22 @@ class Step:
         self.kept.publish(indices)
         self.count(indices)
 
-    def count(self, indices: Iterable[int]) -> None:
-        """Counts a step of some parameters; numbers that are known already may depend on it."""
+    def count(self, indices: Iterable[int], steps: int = 1) -> None:
+        """Counts a step of some parameters, or takes it back; numbers that are known already may depend on it."""
         for i in indices:
-            self.kept.t[i] += 1
+            self.kept.t[i] += steps
         self.forget_numbers()
 
     def exchange_all(self) -> None:
         """Exchanges and applies, then a dense update of ``compress=False`` groups."""
         stepped = [i for i in self.kept.layout.slots if self.active[i]]
         self.count(stepped)
-        self.exchange()
+        try:
+            self.exchange()
+        except BaseException:
+            if not self.whole.written:
+                self.count(stepped, -1)
+            raise
         self.kept.publish(stepped)
         self.update_dense_groups()
 
@@ -364,7 +375,12 @@ class Step:
         self.update([i for i in self.kept.layout.dense if self.active[i]])
 
     def exchange(self, codec: Codec | None = None) -> None:
-        """Exchanges all buckets that hold an active parameter; the others' parameters stay as they are."""
+        """Exchanges all buckets that hold an active parameter; the others' parameters stay as they are.
+
+        Raises:
+            NotFinite: what has come back is not, and nothing has been written.
+            FloatingPointError: it is not, and something has been written before it was sent.
+        """
         codec = codec or self.rule.codec(self)
         assert self.link.exchange is not None
         units = self._residual_units()
@@ -377,16 +393,27 @@ class Step:
         self.forget_numbers()
         for bucket in buckets:
             codec.look_up(bucket)
+        if not codec.is_transaction:
+            self.whole.writes()
         self.link.exchange.run(buckets, codec)
+        self._check(codec)
+        self.whole.writes()
         codec.end()
         self.kept.units |= {i: unit for i, unit in units.items() if self.active[i] and unit}
         self.forget_numbers()
-        self.scales.check(
-            codec.arrived,
-            self.kept.steps + 1,
-            trusted=self.trusted,
-            anywhere=lambda bad: self.link.any_shard(bad, self.kept.device),
-        )
+
+    def _check(self, codec: Codec) -> None:
+        """Raises, alike on all ranks, where what has come back is not finite."""
+        bad = first_bad(codec.arrived)
+        if self.link.any_shard(bad is not None, self.kept.device):
+            if not self.whole.written:
+                raise NotFinite
+            known = f" (the last good one is {self.whole.checkpoint})" if self.whole.checkpoint else ""
+            raise FloatingPointError(
+                f"step {self.kept.steps + 1}: gradients of some rank are finite, but so large that their squares are not (fp32). Resume "
+                f"from the last checkpoint, with a lower lr or with gradients clipped{known}"
+            )
+        self.alike = codec.alike is not None and bool(codec.alike)
 
     def _residual_units(self) -> dict[int, float]:
         """By exchanged parameter, in units of what its residuals are after this step; empty: of nothing that changes."""
@@ -404,7 +431,6 @@ class Step:
     def forget_numbers(self) -> None:
         """Numbers of parameters, or who is active, may be others from here on."""
         self._weights: dict[int, BoundSpans] = {}
-        self._grads: dict[int, BoundSpans] = {}
         self._tables: dict[tuple[Number, ...], Sequence[Tensor]] = {}
         # a parameter of each kind, and for each slot the position of its kind there
         self._kinds: tuple[list[Facts], list[int]] | None = None
@@ -423,6 +449,11 @@ class Step:
         if known is None:
             known = self._weights[bucket.index] = self.kept.bind_weights(bucket, self.active)
         return known
+
+    def look_at_gradients(self) -> None:
+        """Looks up gradients before they are needed, while there is something to wait for."""
+        for bucket in self.kept.layout.buckets:
+            self.kept.kernels.prepare(bucket, self.grads(bucket), "g")
 
     def grads(self, bucket: Bucket) -> BoundSpans:
         """Gradients by span."""

@@ -24,8 +24,12 @@ _SIGNALS = [
 _raw: Any = sys.modules.get("_signal", signal)
 
 
+class NotFinite(Exception):
+    """What has come back of an exchange is not finite: the step is not made. Nothing has been written by then."""
+
+
 class TornStep(RuntimeError):
-    """A step has begun and not ended: weights, momentum and residuals are not those of one step, and are not saved.
+    """A step has begun to write and not ended: weights, momentum and residuals are not those of one step, and are not saved.
 
     The message says what ended it, and names the newest checkpoint of the run where a strategy knows it. The optimizer
     is usable again after ``load_state_dict()``; weights must be loaded too.
@@ -117,35 +121,42 @@ class Wholeness:
         under_way: what has begun and not ended, in words; empty between steps.
         cause: what ended it before its time.
         within: whether it is being done now.
+        written: whether what is being done has begun to write; before that it can end without a trace.
         checkpoint: the newest checkpoint to go on from; None: there is none; empty: nobody has said.
     """
 
     def __init__(self) -> None:
         self.under_way = ""
         self.cause = ""
-        self.within = False
+        self.within = self.written = False
         self.checkpoint: str | None = ""
 
     @contextlib.contextmanager
-    def change(self, what: str) -> Iterator[None]:
-        """Marks what happens within it as not to be seen half done; an exception leaves the mark."""
-        inner, outer = self.within, self.under_way
+    def change(self, what: str, *, written: bool = True) -> Iterator[None]:
+        """Marks what happens within it as not to be seen half done; an exception leaves the mark.
+
+        Args:
+            what: happens, in words.
+            written: whether it begins to write at once; otherwise ``writes()`` says when, and an exception before leaves no mark.
+        """
+        inner, outer = (self.within, self.written), self.under_way
         self.under_way = outer or what
         try:
-            self.within = True
+            self.within, self.written = True, written or self.written
             yield
         except BaseException as error:
-            self.tear(what, error)
+            if not self.written:
+                self.under_way = outer
+            else:
+                self.cause = self.cause or f"{type(error).__name__}: {error}".rstrip(": ")
             raise
         finally:
-            self.within = inner
-        # (a step may end what backward has begun)
-        self.under_way = "" if outer == what else outer
+            self.within, self.written = inner
+        self.under_way = outer
 
-    def tear(self, what: str, error: BaseException) -> None:
-        """Notes that something has ended before its time."""
-        self.under_way = self.under_way or what
-        self.cause = self.cause or f"{type(error).__name__}: {error}".rstrip(": ")
+    def writes(self) -> None:
+        """From here on what is being done cannot be taken back."""
+        self.written = True
 
     def reset(self) -> None:
         """All state is being replaced."""

@@ -144,13 +144,21 @@ class CompiledKernels(ReferenceKernels):
         raise NotImplementedError
 
     def _kernel(
-        self, name: str, block_size: int, residual: Tensor | Residual, m: Tensor | Packed | None, r: Tensor | None
+        self,
+        name: str,
+        block_size: int,
+        residual: Tensor | Residual,
+        into: Tensor | Residual | None = None,
+        m: Tensor | Packed | None = None,
+        r: Tensor | None = None,
     ) -> str:
         """The kernel that compresses such operands."""
         return name
 
-    def _residual(self, residual: Tensor | Residual, name: str, blocks: int, block_size: int) -> tuple[Argument, ...]:
-        """A residual as an argument."""
+    def _residuals(
+        self, old: Tensor | Residual, new: Tensor | Residual | None, name: str, blocks: int, block_size: int
+    ) -> tuple[Argument, ...]:
+        """A residual that is read, and the one that is written (None: the same), as arguments."""
         raise NotImplementedError
 
     def _place(self, near: Tensor) -> Hashable:
@@ -325,6 +333,7 @@ class CompiledKernels(ReferenceKernels):
         e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
+        into: Tensor | Residual | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
         size, blocks, near = bucket.block_size, hi - lo, out.raw
@@ -341,21 +350,29 @@ class CompiledKernels(ReferenceKernels):
             gradient = (self._address(b, "b", blocks), *operand)
         elif r is not None:
             raise ValueError("r must be None with g=None")
-        state = (*self._state(r, "r", blocks * size), *self._residual(e, "e", blocks, size))
+        state = (*self._state(r, "r", blocks * size), *self._residuals(e, into, "e", blocks, size))
         arguments = (self._lengths(bucket, lo), *moment, *gradient, *state, *self._payload(out, "out", blocks, size))
-        self._call(self._kernel("compress", size, e, m, r), near, size, blocks, arguments, sums=1)
+        self._call(self._kernel("compress", size, e, into, m, r), near, size, blocks, arguments, sums=1)
 
-    def reduce(self, received: Packed, lengths: Tensor, d: Tensor | Residual, out: Packed, inv_n: float) -> None:
+    def reduce(
+        self,
+        received: Packed,
+        lengths: Tensor,
+        d: Tensor | Residual,
+        out: Packed,
+        inv_n: float,
+        into: Tensor | Residual | None = None,
+    ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
         check_rows(received)
         size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
         if out.rows != 1:
             raise ValueError(f"out must be one row, got {out.rows}")
         raw, target = self._payload(received, "received", rows * blocks, size), self._payload(out, "out", blocks, size)
-        residual = self._residual(d, "d", blocks, size)
+        residual = self._residuals(d, into, "d", blocks, size)
         where = self._address(lengths, "lengths", blocks, torch.int32)
         arguments = (rows, *raw[:2], where, *residual, *target[:2], self._fp32(inv_n))
-        self._call(self._kernel("reduce", size, d, None, None), out.raw, size, blocks, arguments, sums=1)
+        self._call(self._kernel("reduce", size, d), out.raw, size, blocks, arguments, sums=1)
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
         """Bits and scales to flat fp32, 0 on padding."""

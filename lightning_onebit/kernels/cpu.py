@@ -41,7 +41,7 @@ from lightning_onebit.kernels.residual import Residual
 log = logging.getLogger("lightning_onebit")
 
 SOURCE = Path(__file__).with_name("onebit_cpu.cpp")
-ABI = 18
+ABI = 19
 # No contraction: a fused multiply-add would change the bits. Later flags win over what a compiler's own default may be.
 FLAGS = (
     "-O3",
@@ -248,7 +248,12 @@ _SIZES = (_LONG, _LONG)  # elements of a block, blocks
 _KEY = (ctypes.c_uint32, ctypes.c_uint32, ctypes.c_uint32)
 _PAYLOAD = (_POINTER, _LONG, _LONG)  # address, bytes from row to row, blocks of a row
 _STATE = (_POINTER, _INT)  # address, dtype
-_RESIDUAL = (*_STATE, _POINTER)  # and what is pending of its blocks
+_RESIDUAL = (
+    *_STATE,
+    _POINTER,
+    _POINTER,
+    _POINTER,
+)  # and what is pending of its blocks; the one that is written, and of its blocks
 _SPANS = (_POINTER, _POINTER)  # lengths of the blocks, table
 
 # The parameters after the first (threads, int) of each function of onebit_cpu.cpp.
@@ -330,6 +335,15 @@ class CpuKernels(CompiledKernels):
             return (*self._state(values, name, blocks * block_size), 0)
         address = self._address(values, name, blocks * block_size)
         return address, DTYPES[torch.float32], self._address(pending, f"{name}.pending", blocks)
+
+    def _residuals(
+        self, old: Tensor | Residual, new: Tensor | Residual | None, name: str, blocks: int, block_size: int
+    ) -> tuple[Argument, ...]:
+        read = self._residual(old, name, blocks, block_size)
+        address, dtype, pending = read if new is None else self._residual(new, "into", blocks, block_size)
+        if (dtype, pending == 0) != (read[1], read[2] == 0):
+            raise ValueError(f"into must be kept as {name} is: in the same dtype, with or without what is pending")
+        return (*read, address, pending)
 
     def prepare(self, bucket: BlockMap, spans: BoundSpans, name: str) -> None:
         """Makes the table of the spans, so that nobody looks at every tensor between two kernels."""

@@ -290,11 +290,23 @@ class CudaKernels(CompiledKernels):
         bound.arguments = (layout.block_span.data_ptr(), bound.table.data_ptr())
         return bound
 
-    def _residual(self, residual: Tensor | Residual, name: str, blocks: int, block_size: int) -> tuple[Argument, ...]:
-        return self._state(as_tensor(residual), name, blocks * block_size)[:1]
+    def _residuals(
+        self, old: Tensor | Residual, new: Tensor | Residual | None, name: str, blocks: int, block_size: int
+    ) -> tuple[Argument, ...]:
+        read = self._state(as_tensor(old), name, blocks * block_size)
+        written = read if new is None else self._state(as_tensor(new), "into", blocks * block_size)
+        if read[1] != written[1]:
+            raise ValueError(f"into must be kept as {name} is: in the same dtype")
+        return read[0], written[0]
 
     def _kernel(
-        self, name: str, block_size: int, residual: Tensor | Residual, m: Tensor | Packed | None, r: Tensor | None
+        self,
+        name: str,
+        block_size: int,
+        residual: Tensor | Residual,
+        into: Tensor | Residual | None = None,
+        m: Tensor | Packed | None = None,
+        r: Tensor | None = None,
     ) -> str:
         e = as_tensor(residual)
         suffix = "_bf16" if e.dtype is torch.bfloat16 else ""
@@ -302,7 +314,7 @@ class CudaKernels(CompiledKernels):
             return f"reduce{suffix}"
         kind = "none" if m is None else "packed" if isinstance(m, Packed) else "flat"
         narrow = r is not None and r.dtype is torch.bfloat16
-        flats = [tensor for tensor in (e, m, r) if isinstance(tensor, Tensor)]
+        flats = [tensor for tensor in (e, e if into is None else as_tensor(into), m, r) if isinstance(tensor, Tensor)]
         aligned = all([flat.data_ptr() % (4 * flat.element_size()) == 0 for flat in flats])
         # (no such kernel for the rest: they would need more registers, or occur in a run's first steps alone)
         fits = r is None or kind == "packed" or (kind == "none" and not narrow)

@@ -336,7 +336,7 @@ DEVICE void quantize_registers(const Maker& maker, const Here& h, int length, E*
   each<kPlanes>([&](int k) { store(residual + k * h.lanes + h.t, rest_of(y[k], scale, k * h.lanes + h.t, length)); });
 }
 
-// Any number of lanes per thread: y waits in the residual's own memory.
+// Any number of lanes per thread: y waits in the memory of the residual that is written.
 template <class Maker>
 DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float* residual, const Bits& out, float* acc) {
   const int part = 8;
@@ -364,7 +364,8 @@ DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, float
     }
 }
 
-// The same where the residual has no room for y: it is made twice, the second time from what the first has left in the cache.
+// The same where the residual has no room for y: it is made twice, the second time from what the first has left in the cache. (The residual
+// that enters may be the one that is written: an element is read before it is.)
 template <class Maker>
 DEVICE void quantize_staged(const Maker& maker, const Here& h, int length, Bfloat* residual, const Bits& out, float* acc) {
   const int part = 8;
@@ -440,11 +441,15 @@ struct CompressArguments {
   const Span* spans;
   const void* r;
   i64 r_dtype;
-  void* e;
+  const void* e;  // the residual that enters
+  void* e_new;    // the one that is written; may be the same
   char* out_raw;
   i64 out_stride, out_per_row;
 };
 
+template <class E> DEVICE const E* residual_of_block(const void* e, int block, i64 block_size) {
+  return static_cast<const E*>(e) + block * block_size;
+}
 template <class E> DEVICE E* residual_of_block(void* e, int block, i64 block_size) { return static_cast<E*>(e) + block * block_size; }
 
 template <int M, class E> DEVICE Worker<M, E> worker_of(const CompressArguments& x, const Here& h) {
@@ -470,7 +475,7 @@ template <int M, class E> DEVICE void compress(const CompressArguments& x, char*
   const Here h = here(x.block_size, x.blocks);
   const Worker<M, E> w = worker_of<M, E>(x, h);
   const Bits out = bits_of_block(x.out_raw, x.out_stride, x.out_per_row, h.block, h.lanes);
-  E* residual = residual_of_block<E>(x.e, h.block, x.block_size);
+  E* residual = residual_of_block<E>(x.e_new, h.block, x.block_size);
   quantize_staged(w, h, w.length, residual, out, accumulators(h, scratch, 1));
 }
 
@@ -484,11 +489,11 @@ template <int M, class E, class D> DEVICE void compress_vectors(const CompressAr
   const Bits out = bits_of_block(x.out_raw, x.out_stride, x.out_per_row, h.block, h.lanes);
   float* staged = reinterpret_cast<float*>(shared_memory) + h.group * (kPlanes + 1) * h.lanes;
   float* acc = staged + kPlanes * h.lanes;
-  E* residual = residual_of_block<E>(x.e, h.block, x.block_size);
+  E* residual = residual_of_block<E>(x.e_new, h.block, x.block_size);
   float y[4 * kChunks], kept[4 * kChunks];
   if (h.live) {
     u32 words[4] = {0u, 0u, 0u, 0u};
-    each<kChunks>([&](int c) { load4(kept + 4 * c, residual + at.at(c)); });
+    each<kChunks>([&](int c) { load4(kept + 4 * c, w.e + at.at(c)); });
     if (M == kPacked) load_words4(words, w.m_words + at.lane);
     load_vectors(y, w.g, at, w.length, kPlanes * h.lanes);
     each<kChunks>([&](int c) {
@@ -583,9 +588,9 @@ template <class E> struct Server {
 #define COMPRESS_PARAMETERS                                                                                            \
   i64 block_size, i64 blocks, const int *lengths, const float *a, const float *m, char *m_raw, i64 m_stride,           \
       i64 m_per_row, const float *b, const float *g, const int *block_span, const Span *spans, const void *r,          \
-      i64 r_dtype, void *e, char *out_raw, i64 out_stride, i64 out_per_row, char *scratch
+      i64 r_dtype, const void *e, void *e_new, char *out_raw, i64 out_stride, i64 out_per_row, char *scratch
 #define COMPRESS_ARGUMENTS                                                                                                 \
-  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, r_dtype, e, out_raw, out_stride, out_per_row}
+  {block_size, blocks, lengths, a, m, m_raw, m_stride, m_per_row, b, g, block_span, spans, r, r_dtype, e, e_new, out_raw, out_stride, out_per_row}
 
 // m: flat (m), packed (m_raw) or neither; g: flat (g), spans (spans) or neither; r: flat or null, fp32 or bf16; e: fp32, or Bfloat where the name says so
 KERNEL onebit_compress_none(COMPRESS_PARAMETERS) { compress<kNone, float>(COMPRESS_ARGUMENTS, scratch); }
@@ -606,22 +611,22 @@ KERNEL_128 onebit_compress_vectors_packed_r16(COMPRESS_PARAMETERS) { compress_ve
 KERNEL_128 onebit_compress_vectors_packed_r16_bf16(COMPRESS_PARAMETERS) { compress_vectors<kPacked, Bfloat, Bfloat>(COMPRESS_ARGUMENTS); }
 
 template <class E>
-DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, E* d, char* out_raw,
+DEVICE void reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, const E* d, E* d_new, char* out_raw,
                    i64 out_stride, float inv_n, char* scratch) {
   const Here h = here(block_size, blocks);
-  E* residual = d + h.block * block_size;
-  const Server<E> server = {raw, stride, blocks, rows, h.block, h.lanes, inv_n, residual};
+  E* residual = d_new + h.block * block_size;
+  const Server<E> server = {raw, stride, blocks, rows, h.block, h.lanes, inv_n, d + h.block * block_size};
   const Bits out = bits_of_block(out_raw, out_stride, blocks, h.block, h.lanes);
   quantize(server, h, lengths[h.block], residual, out, accumulators(h, scratch, 1));
 }
 
-KERNEL_128 onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, float* d, char* out_raw,
+KERNEL_128 onebit_reduce(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, const float* d, float* d_new, char* out_raw,
                          i64 out_stride, float inv_n, char* scratch) {
-  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scratch);
+  reduce(block_size, blocks, rows, raw, stride, lengths, d, d_new, out_raw, out_stride, inv_n, scratch);
 }
-KERNEL_128 onebit_reduce_bf16(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, Bfloat* d,
+KERNEL_128 onebit_reduce_bf16(i64 block_size, i64 blocks, i64 rows, char* raw, i64 stride, const int* lengths, const Bfloat* d, Bfloat* d_new,
                               char* out_raw, i64 out_stride, float inv_n, char* scratch) {
-  reduce(block_size, blocks, rows, raw, stride, lengths, d, out_raw, out_stride, inv_n, scratch);
+  reduce(block_size, blocks, rows, raw, stride, lengths, d, d_new, out_raw, out_stride, inv_n, scratch);
 }
 
 KERNEL onebit_unpack(i64 block_size, i64 blocks, char* raw, i64 stride, i64 per_row, const int* lengths, float* out) {

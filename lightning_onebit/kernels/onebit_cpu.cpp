@@ -45,7 +45,7 @@
 
 namespace {
 
-constexpr int kAbi = 18;
+constexpr int kAbi = 19;
 constexpr int kPlanes = 32;
 constexpr uint32_t kSign = 0x80000000u;
 
@@ -540,8 +540,10 @@ struct CompressArgs {
   const float* g;
   const Spans* spans;
   const void* r;
-  void* e;
-  float* pending;
+  const void* e;         // the residual that enters
+  const float* pending;
+  void* e_new;           // the one that is written; may be the same
+  float* pending_new;
   Payload out;
 };
 
@@ -553,9 +555,10 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
     SpanCursor cursor(x.spans, x.lengths, size, first);
     for (int64_t block = first; block < last; ++block) {
       prefetch_words<true>(x.out, block, lanes);
-      E* const e = static_cast<E*>(x.e) + block * size;
-      float* const pending = x.pending + (std::is_same_v<E, Deferred> ? block : 0);
-      const float before = std::is_same_v<E, Deferred> ? *pending : 0.0f;
+      const E* const e = static_cast<const E*>(x.e) + block * size;
+      E* const e_new = static_cast<E*>(x.e_new) + block * size;
+      float* const pending = x.pending_new + (std::is_same_v<E, Deferred> ? block : 0);
+      const float before = std::is_same_v<E, Deferred> ? x.pending[block] : 0.0f;
       float a = 0.0f, b = 0.0f;
       const uint32_t* words = nullptr;
       const float *m = nullptr, *g = nullptr;
@@ -581,7 +584,8 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
         return [=](int v, int64_t i) mutable INLINED {
           constexpr int kAhead = 384;  // further would push three streams out of the first cache
           F<N> y = splat<N>(0.0f);
-          ask<kAhead, true>(e + i);
+          ask<kAhead>(e + i);
+          ask<kAhead, true>(e_new + i);
           if (M == Momentum::kFlat) ask<kAhead>(m + i);
           if (G != Gradient::kNone) ask<kAhead>(g + i);
           if (G == Gradient::kScaled) ask<kAhead>(r + i);
@@ -593,7 +597,7 @@ template <Momentum M, Gradient G, class E, class D> void compress(int threads, c
           return y + residual_at<N>(e + i, due);
         };
       };
-      quantize(worker, size, x.lengths[block], e, pending, kept, block_of(x.out, block, lanes), acc);
+      quantize(worker, size, x.lengths[block], e_new, pending, kept, block_of(x.out, block, lanes), acc);
     }
   });
 }
@@ -636,8 +640,8 @@ template <int N, int R> struct TileRows<0, N, R> {
 
 // z = (C_0 + C_1 + ...) * inv_n + d ; Rows = 0: any number
 template <int Rows, class E>
-void reduce(int threads, int64_t size, int64_t blocks, int rows, const Payload& received, const int32_t* lengths, E* all_d,
-            float* all_pending, const Payload& out, float inv_n) {
+void reduce(int threads, int64_t size, int64_t blocks, int rows, const Payload& received, const int32_t* lengths, const E* all_d,
+            const float* all_pending, E* all_d_new, float* all_pending_new, const Payload& out, float inv_n) {
   const int64_t lanes = size / kPlanes;
   parallel(threads, blocks, size, [&](int64_t first, int64_t last) {
     Scratch acc(lanes), scale_of(rows), kept(kHoldsY<E> ? 0 : size);
@@ -651,18 +655,20 @@ void reduce(int threads, int64_t size, int64_t blocks, int rows, const Payload& 
         scales[row] = *in.scale;
         words[row] = in.words;
       }
-      E* const d = all_d + block * size;
-      float* const pending = all_pending + (std::is_same_v<E, Deferred> ? block : 0);
-      const float before = std::is_same_v<E, Deferred> ? *pending : 0.0f;
+      const E* const d = all_d + block * size;
+      E* const d_new = all_d_new + block * size;
+      float* const pending = all_pending_new + (std::is_same_v<E, Deferred> ? block : 0);
+      const float before = std::is_same_v<E, Deferred> ? all_pending[block] : 0.0f;
       const auto server = [=](auto n, auto r, int64_t lane) INLINED {
         constexpr int N = n, R = r;
         const F<N> share = splat<N>(inv_n), due = splat<N>(before);
         return [=, tile = TileRows<Rows, N, R>(scales, words, lane, rows)](int v, int64_t i) mutable INLINED {
-          ask<2048, true>(d + i);
+          ask<2048>(d + i);
+          ask<2048, true>(d_new + i);
           return tile.sum(v) * share + residual_at<N>(d + i, due);
         };
       };
-      quantize(server, size, lengths[block], d, pending, kept, block_of(out, block, lanes), acc);
+      quantize(server, size, lengths[block], d_new, pending, kept, block_of(out, block, lanes), acc);
     }
   });
 }
@@ -925,9 +931,10 @@ template <Momentum M, class E> void compress(int threads, const CompressArgs& x,
 // m: flat (m), packed (m_raw) or neither; g: flat (g), spans or neither, times r where that is given.
 EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, const int32_t* lengths, const float* a,
                             const float* m, uint8_t* m_raw, int64_t m_stride, int64_t m_per_row, const float* b,
-                            const float* g, const Spans* spans, const void* r, int r_dtype, void* e, int e_dtype, float* pending,
-                            uint8_t* out_raw, int64_t out_stride, int64_t out_per_row) {
-  const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g, spans, r, e, pending,
+                            const float* g, const Spans* spans, const void* r, int r_dtype, const void* e, int e_dtype,
+                            const float* pending, void* e_new, float* pending_new, uint8_t* out_raw, int64_t out_stride,
+                            int64_t out_per_row) {
+  const CompressArgs x{block_size, blocks, lengths, a, m, {m_raw, m_stride, m_per_row}, b, g, spans, r, e, pending, e_new, pending_new,
                        {out_raw, out_stride, out_per_row}};
   by_residual(e_dtype, pending, [&](auto element) {
     using E = decltype(element);
@@ -938,12 +945,13 @@ EXPORT void onebit_compress(int threads, int64_t block_size, int64_t blocks, con
 }
 
 EXPORT void onebit_reduce(int threads, int64_t block_size, int64_t blocks, int64_t rows, uint8_t* raw, int64_t stride,
-                          const int32_t* lengths, void* d, int d_dtype, float* pending, uint8_t* out_raw, int64_t out_stride,
-                          float inv_n) {
+                          const int32_t* lengths, const void* d, int d_dtype, const float* pending, void* d_new,
+                          float* pending_new, uint8_t* out_raw, int64_t out_stride, float inv_n) {
   by_residual(d_dtype, pending, [&](auto element) {
     const auto of = [&](auto known) {
-      reduce<known>(threads, block_size, blocks, static_cast<int>(rows), {raw, stride, blocks}, lengths,
-                    static_cast<decltype(element)*>(d), pending, {out_raw, out_stride, blocks}, inv_n);
+      using E = decltype(element);
+      reduce<known>(threads, block_size, blocks, static_cast<int>(rows), {raw, stride, blocks}, lengths, static_cast<const E*>(d),
+                    pending, static_cast<E*>(d_new), pending_new, {out_raw, out_stride, blocks}, inv_n);
     };
     switch (rows) {
       case 1: return of(Int<1>{});

@@ -18,7 +18,7 @@ from lightning_onebit.kernels import counter_rng
 from lightning_onebit.kernels.common import check_rows
 from lightning_onebit.kernels.counter_rng import DrawKey
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
-from lightning_onebit.kernels.residual import Residual, as_tensor
+from lightning_onebit.kernels.residual import Residual, as_tensor, written
 
 if TYPE_CHECKING:
     from lightning_onebit.kernels import BlockMap, BoundSpans, SpanLike
@@ -202,6 +202,7 @@ class ReferenceKernels:
         e: Tensor | Residual,
         out: Packed,
         r: Tensor | None = None,
+        into: Tensor | Residual | None = None,
     ) -> None:
         """Worker side of the exchange: bits, scale and residual of ``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``.
 
@@ -216,15 +217,16 @@ class ReferenceKernels:
             b: fp32 ``(hi - lo,)`` factor of ``g`` per block (None with ``g=None``).
             g: gradient: fp32 flat of the range, or span tensors of the whole bucket (``lo, hi`` must then be all of
                 it), or None (+0.0).
-            e: flat of the range, worker residual, fp32 or bf16; read and overwritten (rounded to its dtype). Of a ``Residual``
-                the subtraction may be pending afterwards.
+            e: flat of the range, worker residual, fp32 or bf16; what it is worth stays as it is where ``into`` is given.
             out: receives bits and scales, ``out.rows * out.blocks_per_row == hi - lo``.
             r: flat of the range, fp32 or bf16, reciprocal denominators by which the gradient is multiplied; None: by nothing (and
                 None with ``g=None``).
+            into: receives the new worker residual (rounded to its dtype), kept as ``e`` is; None: ``e`` itself does. Of a ``Residual``
+                the subtraction may be pending afterwards.
         """
         if r is not None and g is None:
             raise ValueError("r must be None with g=None")
-        e = as_tensor(e)
+        e, into = as_tensor(e), written(e, into)
         bs = bucket.block_size
         lengths = bucket.lengths[lo:hi]
         y = torch.zeros((hi - lo, bs), dtype=torch.float32, device=e.device)
@@ -244,23 +246,32 @@ class ReferenceKernels:
         y = y + _as_blocks(e, bs)
         valid = valid_mask(lengths, bs)
         y = torch.where(valid, y, torch.zeros_like(y))
-        _as_blocks(e, bs).copy_(_compress_blocks(y, valid, lengths, out))
+        _as_blocks(into, bs).copy_(_compress_blocks(y, valid, lengths, out))
 
-    def reduce(self, received: Packed, lengths: Tensor, d: Tensor | Residual, out: Packed, inv_n: float) -> None:
+    def reduce(
+        self,
+        received: Packed,
+        lengths: Tensor,
+        d: Tensor | Residual,
+        out: Packed,
+        inv_n: float,
+        into: Tensor | Residual | None = None,
+    ) -> None:
         """Server side: ``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual of z.
 
         Args:
             received: one row per worker, all of the same chunk.
             lengths: int32 ``(blocks_per_row,)`` valid lengths of the chunk's blocks.
-            d: flat ``(blocks_per_row * block_size,)`` server residual, fp32 or bf16; read and overwritten (see ``compress``).
+            d: flat ``(blocks_per_row * block_size,)`` server residual, fp32 or bf16 (see ``compress``).
             out: one row.
             inv_n: ``1 / n``, rounded to fp32.
+            into: receives the new server residual; None: ``d`` itself does.
 
         Raises:
             ValueError: there is no row.
         """
         check_rows(received)
-        d = as_tensor(d)
+        d, into = as_tensor(d), written(d, into)
         bs = received.block_size
         z = _values(received.narrow(0, 1))
         for row in range(1, received.rows):
@@ -268,7 +279,7 @@ class ReferenceKernels:
         z = z * torch.tensor(inv_n, dtype=torch.float32, device=d.device) + _as_blocks(d, bs)
         valid = valid_mask(lengths, bs)
         z = torch.where(valid, z, torch.zeros_like(z))
-        _as_blocks(d, bs).copy_(_compress_blocks(z, valid, lengths, out))
+        _as_blocks(into, bs).copy_(_compress_blocks(z, valid, lengths, out))
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
         """Decodes ``+-s`` into ``out`` (fp32 flat, all rows), 0 on padding."""

@@ -63,3 +63,19 @@ class Residual:
 def as_tensor(residual: Tensor | Residual) -> Tensor:
     """A residual's values, in either form."""
     return residual.tensor() if isinstance(residual, Residual) else residual
+
+
+def written(old: Tensor | Residual, new: Tensor | Residual | None) -> Tensor:
+    """Where the successor of a residual is written: into the values of ``new``, in which nothing is pending then; None: into ``old``."""
+    if not isinstance(new, Residual):
+        return as_tensor(old) if new is None else new
+    if new.pending is not None:
+        new.pending.zero_()
+    return new.values
+
+
+def copy_blocks(old: Residual, new: Residual, blocks: Tensor) -> None:
+    """Copies some blocks of a residual, in a bool mask ``(blocks,)``, to another that is kept in the same way."""
+    for source, target in ((old.values, new.values), (old.pending, new.pending)):
+        if source is not None and target is not None:
+            target.view(len(blocks), -1)[blocks] = source.view(len(blocks), -1)[blocks]

@@ -460,7 +460,7 @@ class FabricMixin(Adapter):
         params = {id(p) for module in modules for p in module.parameters()}
         for optimizer in self.onebit_optimizers:
             if optimizer in saved or any(id(p) in params for p in params_of(optimizer)):
-                optimizer.check_whole(weights_only=optimizer not in saved)
+                optimizer.check_whole()
 
         def publish(more: dict[str, Any]) -> None:
             save(path, {**state, **more}, *args, **kwargs)

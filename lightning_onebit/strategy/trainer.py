@@ -513,7 +513,7 @@ class OnebitMixin(Adapter):
         """
         full = "optimizer_states" in checkpoint
         for optimizer in self.onebit_optimizers:
-            optimizer.check_whole(weights_only=not full)
+            optimizer.check_whole()
         self._checkpoints.save(
             self,
             str(filepath),

@@ -1246,11 +1246,11 @@ def no_skip_worker(group: Any, rank: int, world: int, algorithm: str, on_nonfini
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_where_no_skip_is_allowed_the_first_bad_gradient_is_an_error_on_all_ranks(algorithm: str, world: int) -> None:
-    """Also in a group that is not compressed; runs without one are the same, and Adam and LAMB do not look at what is exchanged."""
+    """Also in a group that is not compressed; runs without one are the same, and nobody looks at what only shows afterwards."""
     usual, never = (run_world(no_skip_worker, world, algorithm, rule, 99) for rule in ("skip", "raise"))
     for a, b in zip(usual, never, strict=True):
         assert equal(a["x"], b["x"]) and a["steps"] == b["steps"] == 12 and not b["said"]
-        assert (sum(b["looked"]) < sum(a["looked"]) / 2) == (algorithm in ("onebit_adam", "onebit_lamb"))
+        assert a["looked"] == b["looked"]
     for bad_at in (1, 9, 109):
         for result in run_world(no_skip_worker, world, algorithm, "raise", bad_at):
             assert "on_nonfinite='raise'" in result["said"] and f"step {bad_at % 100 + 1}:" in result["said"]

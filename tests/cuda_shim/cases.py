@@ -165,8 +165,11 @@ def compress(
     a, b = w.factors(w.blocks), w.factors(w.blocks)
     factors = {"a": None if m is None else a, "b": None if g is None else b}
     r = None if times is None else w.reciprocals(times, positive=False)
+    kept, into = e.clone(), w.residual(residual)
+    w.kernels.compress(w.bucket, 0, w.blocks, m=m, g=g, e=kept, out=out, r=r, into=into, **factors)
+    apart = out.raw.clone()
     w.kernels.compress(w.bucket, 0, w.blocks, m=m, g=g, e=e, out=out, r=r, **factors)
-    return [e, out.raw]
+    return [e, out.raw, kept, into, apart]
 
 
 def compress_range(w: World, residual: torch.dtype = torch.float32, times: torch.dtype | None = None) -> Results:
@@ -182,8 +185,11 @@ def compress_range(w: World, residual: torch.dtype = torch.float32, times: torch
 
 def reduce(w: World, rows: int, residual: torch.dtype = torch.float32) -> Results:
     received, d, out = w.payload(rows, w.blocks, fill=True), w.residual(residual), w.payload(1, w.blocks, fill=False)
+    kept, into = d.clone(), w.residual(residual)
+    w.kernels.reduce(received, w.bucket.lengths, kept, out, 1.0 / rows, into)
+    apart = out.raw.clone()
     w.kernels.reduce(received, w.bucket.lengths, d, out, 1.0 / rows)
-    return [d, out.raw]
+    return [d, out.raw, kept, into, apart]
 
 
 def unpack(w: World) -> Results:

@@ -170,7 +170,9 @@ def break_somewhere(seed: int) -> str:
     except Found as found:
         steps, state = found.args
         if isinstance(state, str):
-            assert "did not end" in state or "has begun" in state, (seed, case, how, at, number, state)
+            assert "did not end" in state, (seed, case, how, at, number, state)
+            # nothing is written before the last wait is over
+            assert how == "line" or not case.startswith(("onebit_adam", "onebit_lamb")), (seed, case, at, number, state)
             return "torn"
         # (before the first step the optimizer may or may not have laid out what it needs)
         what = state if steps else ("weights", "state")
@@ -298,15 +300,75 @@ def early(group: Any) -> list[Any]:
     optimizer, params = build("onebit_adam sent early", group)
     for t in range(5):
         make_step(optimizer, params, t, group.rank)
+    before = taken(optimizer, params)
     optimizer.zero_grad()
     optimizer.begin_backward()
     sum(p.sum() for p in params).backward()  # type: ignore[union-attr]
-    with pytest.raises(TornStep, match=r"step 6 has begun.*save after step\(\)"):
-        optimizer.state_dict()
-    optimizer.check_whole(weights_only=True)
+    whole = alike(before, taken(optimizer, params))
+    if group.size == 2:  # what has been sent may be dropped, on all ranks
+        optimizer.skip_step()
+        whole = whole and alike(without_skips(before), without_skips(taken(optimizer, params)))
+    optimizer.begin_backward()
+    sum(p.sum() for p in params).backward()  # type: ignore[union-attr]
     optimizer.step()
-    return [optimizer.torn, optimizer.state_dict()["onebit"]["steps"]]
+    return [whole, optimizer.torn, optimizer.state_dict()["onebit"]["steps"]]
 
 
-def test_between_a_backward_that_has_sent_gradients_and_the_step_only_weights_can_be_saved() -> None:
-    assert SimulatedWorld(2, timeout=30).run(early) == [[False, 6]] * 2
+def test_between_a_backward_that_has_sent_gradients_and_the_step_the_last_step_can_be_saved_and_this_one_skipped() -> (
+    None
+):
+    assert SimulatedWorld(2, timeout=30).run(early) == [[True, False, 6]] * 2
+
+
+# ----- values that are not finite ----------------------------------------------------------------------------------------------------
+
+
+def without_skips(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "books": {k: v for k, v in state["books"].items() if "skip" not in k}}
+
+
+def bad_value(group: Any, case: str, bad: int, value: float, where: int) -> tuple[bool, int, bool]:
+    """One element of rank 1 is bad in step ``bad``: whether that step left everything as it was, and the run goes on as without it."""
+    weights = []
+    for spoilt in (True, False):
+        optimizer, params = build(case, group)
+        for t in range(bad + 3):
+            if t != bad:
+                make_step(optimizer, params, t, group.rank)
+                continue
+            if not spoilt:
+                continue
+            before = taken(optimizer, params)
+            with Spoiling(params[where], value if group.rank == 1 else None):
+                make_step(optimizer, params, t, group.rank)
+            same = alike(without_skips(before), without_skips(taken(optimizer, params)))
+            skipped = optimizer.skipped_steps
+        weights.append([p.detach().clone() for p in params])
+    return same, skipped, alike(*weights)
+
+
+class Spoiling:
+    """Makes one element of a gradient bad as it is accumulated, before anybody else's hook sees it."""
+
+    def __init__(self, param: nn.Parameter, value: float | None) -> None:
+        self.param, self.value = param, value
+
+    def __enter__(self) -> None:
+        def spoil(grad: torch.Tensor) -> torch.Tensor:
+            grad = grad.clone()
+            grad.view(-1)[grad.numel() // 2] = self.value
+            return grad
+
+        self.handle = self.param.register_hook(spoil) if self.value is not None else None
+
+    def __exit__(self, *_: Any) -> None:
+        if self.handle is not None:
+            self.handle.remove()
+
+
+@pytest.mark.parametrize("case", EVERYTHING)
+def test_a_step_with_a_bad_value_on_one_rank_leaves_every_byte_as_it_was_on_all(case: str) -> None:
+    """In every phase; in what is compressed and in what is not."""
+    for bad, where, value in [(t, t % 3, float("nan") if t % 2 else float("inf")) for t in range(1, STEPS)]:
+        found = SimulatedWorld(2, timeout=30).run(bad_value, case, bad, value, where)
+        assert found == [(True, 1, True)] * 2, (bad, where, value)

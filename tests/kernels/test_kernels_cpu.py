@@ -107,17 +107,31 @@ def run_everything(
         made = kernels.residual(flat.numel() // size, size, torch.float32, flat.device)
         return Residual(flat.clone(), hard(rng, flat.numel() // size).abs(), made.subtract)
 
+    def another(one: Tensor | Residual) -> Tensor | Residual | None:
+        """None, or one of the same kind that holds something else."""
+        if rng.random() < 0.5:
+            return None
+        if isinstance(one, Tensor):
+            return torch.full_like(one, 7.0)
+        assert one.pending is not None
+        return Residual(torch.full_like(one.values, 7.0), torch.full_like(one.pending, 3.0), one.subtract)
+
+    def bytes_of(*residuals: Tensor | Residual | None) -> list[bytes]:
+        return [raw(as_tensor(residual)) for residual in residuals if residual is not None]
+
     e, out = residual(flats[0]), Packed.empty(world, chunk, size)
     m = {"none": None, "flat": flats[1], "packed": old}[m_kind]
     g = {"none": None, "flat": flats[2], "spans": gradients}[g_kind]
     r = flats[1].abs().to(divided) if g is not None and rng.random() < 0.5 else None
-    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r)
-    written += [raw(as_tensor(e)), raw(out.raw)]
+    into = another(e)
+    kernels.compress(bucket, 0, blocks, a=a, m=m, b=b, g=g, e=e, out=out, r=r, into=into)
+    written += [*bytes_of(e, into), raw(out.raw)]
 
     d, reply = residual(flats[3][: chunk * size]), Packed.empty(1, chunk, size)
     workers = random_payload(rng, int(rng.integers(1, 7)), chunk, size)
-    kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows)
-    written += [raw(as_tensor(d)), raw(reply.raw)]
+    into = another(d)
+    kernels.reduce(workers, bucket.lengths[:chunk], d, reply, 1.0 / workers.rows, into)
+    written += [*bytes_of(d, into), raw(reply.raw)]
 
     flat = flats[4].clone()
     kernels.unpack(old, bucket.lengths, flat)
