@@ -394,7 +394,10 @@ def train_dense(run: Run, make: Callable[..., Any]) -> Watch:
 
 
 def train_world(run: Run, make: Callable[..., Any]) -> Watch:
-    """Trains in a ``SimulatedWorld``; ``make(parameters, lr, task, group)`` gives a worker's optimizer: the library's or an ``Exchanging``."""
+    """Trains in a ``SimulatedWorld``.
+
+    ``make(parameters, lr, task, group)`` gives a worker's optimizer: one of the library, or an ``Exchanging``.
+    """
     task = run.task
     train, validation = (tokens.to(run.device) for tokens in corpus(task))
     first = GPT(task, run.seed).to(run.device)

@@ -52,7 +52,7 @@ class Task(_language.Task):
 
     Attributes:
         starts: learning rates at which the search begins, by kind of method.
-        precision: of matrix products.
+        precision: of matrix products on a GPU.
         like: the task whose dense runs count here too: it sees the same data, shared out among other workers.
     """
 
@@ -61,8 +61,8 @@ class Task(_language.Task):
     like: str = field(default="", kw_only=True)
 
 
-_BYTES = {"starts": {"adam": 4e-3, "lamb": 1e-2, "sign": 1e-3}}
-_GPT2 = {"starts": {"adam": 6e-4, "lamb": 5e-3, "sign": 3e-4}, "std": 0.02, "precision": "bf16"}
+_BYTES: dict[str, Any] = {"starts": {"adam": 4e-3, "lamb": 1e-2, "sign": 1e-3}}
+_GPT2: dict[str, Any] = {"starts": {"adam": 6e-4, "lamb": 5e-3, "sign": 3e-4}, "std": 0.02, "precision": "bf16"}
 TASKS = {
     task.name: task
     for task in (
@@ -98,11 +98,12 @@ def run_one(task: Task, spec: Spec, device: str, alone: bool) -> dict[str, Any]:
     else:
         torch.set_float32_matmul_precision("high")
     row: dict[str, Any] = {"task": task.name, "steps": task.steps, "method": name, "lr": lr, "seed": seed}
-    row |= {"warm_up": task.warm_up, "precision": task.precision, "device": _processor(device), "text": text_id(task)}
+    precision = _precision(task, device)
+    row |= {"warm_up": task.warm_up, "precision": precision, "device": _processor(device), "text": text_id(task)}
     began = time.perf_counter()
     try:
         train = {"dense": train_dense, "world": train_world}[METHODS[name].family]
-        watch = train(Run(task, lr, seed, torch.device(device), task.precision, CHECKS), METHODS[name].make)
+        watch = train(Run(task, lr, seed, torch.device(device), precision, CHECKS), METHODS[name].make)
         row |= watch.result() | {"validation": watch.validation, "sent": watch.sent}
         if alone:
             row["ms_per_step"] = round(1e3 * statistics.median(watch.step_seconds), 2)
@@ -112,6 +113,11 @@ def run_one(task: Task, spec: Spec, device: str, alone: bool) -> dict[str, Any]:
     if device == "cuda":
         torch.cuda.empty_cache()
     return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _precision(task: Task, device: str) -> str:
+    """Of matrix products: most CPUs take ten times as long for bf16 as for fp32."""
+    return task.precision if device == "cuda" else "fp32"
 
 
 def _processor(device: str) -> str:
@@ -127,12 +133,12 @@ def loss_of(run: Mapping[str, Any]) -> float:
 # ----- the study ------------------------------------------------------------------------------------------------------
 
 
-def read_runs(path: Path, task: Task, text: str | None = None) -> list[dict[str, Any]]:
-    """The runs there are of a task, of its number of steps and, if given, on this text."""
+def read_runs(path: Path, task: Task, text: str, precision: str) -> list[dict[str, Any]]:
+    """The runs there are of a task, of its number of steps, on this text and in this precision."""
     lines = path.read_text().splitlines() if path.exists() else []
     runs = [json.loads(line) for line in lines if line]
     runs = [run for run in runs if (run["task"], run["steps"]) == (task.name, task.steps)]
-    return [run for run in runs if text in (None, run["text"])]
+    return [run for run in runs if (run["text"], run["precision"]) == (text, precision)]
 
 
 def search(found: Mapping[float, float], start: float) -> tuple[list[float], float | None]:
@@ -142,12 +148,8 @@ def search(found: Mapping[float, float], start: float) -> tuple[list[float], flo
         found: losses of the search so far, by learning rate.
         start: where it begins, with both neighbours.
     """
-    for first in ([start], [start / 2, start * 2]):
-        if missing := [lr for lr in first if lr not in found]:
-            return [lr for lr in (start, start / 2, start * 2) if lr not in found] if found else [
-                start,
-                *_around(start),
-            ], None
+    if missing := [lr for lr in (start, *_around(start)) if lr not in found]:
+        return missing, None
     best = min(found, key=lambda lr: (found[lr], lr))
     missing = [lr for lr in _around(best) if lr not in found and abs(math.log2(lr / start)) < FARTHEST + 0.5]
     return missing, None if missing else best
@@ -240,7 +242,7 @@ class Study:
         """What is to be run next, in order; nothing when time is up."""
         if self.minutes is not None and self._elapsed() + self._longest / 60 > self.minutes:
             return []
-        runs = read_runs(self.path, self.task, self._text)
+        runs = read_runs(self.path, self.task, self._text, _precision(self.task, self.device))
         done = {(run["method"], run["lr"], run["seed"]) for run in runs}
         specs = wanted(self.task, self.only, runs) if self.fixed is None else self.fixed
         return [spec for spec in specs if spec not in done | running]
