@@ -20,31 +20,24 @@ import argparse
 import json
 import math
 import multiprocessing as mp
-import os
 import re
 import statistics
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import _language
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from _language import GPT, Run, SignDescent, Watch, backward, batch, corpus, shown_fields, train_dense, train_world
+from torch import Tensor
+
+import lightning_onebit as ob
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent / "examples"))
-
-from data import load_corpus, standard_library_files  # noqa: E402  (lives in examples/)
-
-import lightning_onebit as ob  # noqa: E402
-from lightning_onebit.comm import SimulatedWorld  # noqa: E402
-
 RUNS = HERE / "results" / "rules_runs.jsonl"
 SUMMARY = HERE / "results" / "rules.json"
 PLOT = HERE / "results" / "rules.png"
@@ -59,43 +52,16 @@ BLOCK = 2048
 
 
 @dataclass(frozen=True)
-class Task:
+class Task(_language.Task):
     """A language model and the length of its training.
 
     Attributes:
-        name: of the task.
-        workers: ranks.
-        rows: windows that one worker sees in a step.
-        context: predictions per window.
-        steps: optimizer steps.
-        rise: steps in which the learning rate rises; a cosine follows, to 0.1 % of the peak.
-        warm_up: steps before second moments freeze.
-        vocabulary: byte-pair tokens; 256: bytes.
-        width: of the residual stream.
-        layers: transformer layers.
         like: the task whose dense runs count here too: it sees the same data, shared out among other workers or frozen at another step.
         rates: the task whose learning rates are used; empty: its own.
     """
 
-    name: str
-    workers: int
-    rows: int
-    context: int
-    steps: int
-    rise: int
-    warm_up: int
-    vocabulary: int
-    width: int
-    layers: int
     like: str = ""
     rates: str = ""
-
-    def lr(self, peak: float, step: int) -> float:
-        """Learning rate of step 1, 2, ..."""
-        if step <= self.rise:
-            return peak * step / self.rise
-        done = (step - self.rise) / (self.steps - self.rise)
-        return peak * (0.5 * (1 + math.cos(math.pi * done)) + 1e-3)
 
 
 TASKS = {
@@ -110,119 +76,6 @@ TASKS = {
         Task("T3", 4, 4, 128, 600, 60, 60, 256, 256, 4),
     )
 }
-
-
-class GPT(nn.Module):
-    """A small GPT with tied embeddings; ``forward`` gives the mean loss of ``(rows, context + 1)`` tokens."""
-
-    def __init__(self, task: Task, seed: int) -> None:
-        super().__init__()
-        width = task.width
-        self.token = nn.Embedding(task.vocabulary, width)
-        self.position = nn.Embedding(task.context, width)
-        self.norm = nn.LayerNorm(width)
-        self.layers = nn.ModuleList(
-            nn.ModuleDict(
-                {
-                    "norm_attention": nn.LayerNorm(width),
-                    "query_key_value": nn.Linear(width, 3 * width),
-                    "project": nn.Linear(width, width),
-                    "norm_feed_forward": nn.LayerNorm(width),
-                    "up": nn.Linear(width, 4 * width),
-                    "down": nn.Linear(4 * width, width),
-                }
-            )
-            for _ in range(task.layers)
-        )
-        draws = torch.Generator().manual_seed(seed)
-        for name, p in self.named_parameters():
-            if p.ndim == 2:
-                residual = "project" in name or "down" in name
-                # with GPT-2's 0.02, for widths of 768 and more, attention begins to learn hundreds of steps earlier or later by chance
-                p.data.normal_(std=0.05 / (2 * task.layers) ** 0.5 if residual else 0.05, generator=draws)
-            elif "norm" not in name:
-                p.data.zero_()
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Mean cross-entropy of the next token, in nats."""
-        x = self.token(tokens[:, :-1]) + self.position.weight
-        for layer in self.layers:
-            heads = layer["query_key_value"](layer["norm_attention"](x)).view(*x.shape[:2], 3, 4, -1)
-            query, key, value = heads.permute(2, 0, 3, 1, 4)
-            attended = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-            x = x + layer["project"](attended.transpose(1, 2).reshape(x.shape))
-            x = x + layer["down"](F.gelu(layer["up"](layer["norm_feed_forward"](x)), approximate="tanh"))
-        return F.cross_entropy(F.linear(self.norm(x), self.token.weight).flatten(0, 1), tokens[:, 1:].flatten())
-
-
-@lru_cache(maxsize=2)
-def corpus(vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Training and validation tokens, int64, cut by file; byte-pair tokens are kept in a file for the next run."""
-    if vocabulary == 256:
-        train, validation = load_corpus()
-        return train.long(), validation.long()
-    path = (
-        Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "lightning_onebit" / f"rules_{vocabulary}.pt"
-    )
-    if not path.exists():
-        _tokenize(vocabulary, path)
-    parts = torch.load(path)
-    return parts["train"].long(), parts["validation"].long()
-
-
-def _tokenize(vocabulary: int, path: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
-    files = standard_library_files() + sorted(Path(torch.__path__[0]).rglob("*.py"))
-    order = torch.randperm(len(files), generator=torch.Generator().manual_seed(0)).tolist()
-    texts: list[str] = []
-    size = 0
-    for k in order:
-        texts.append(files[k].read_text(errors="replace")[:60_000])
-        size += len(texts[-1])
-        if size > 24e6:
-            break
-    validation, train = texts[: len(texts) // 40], texts[len(texts) // 40 :]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        train[::2], trainers.BpeTrainer(vocab_size=vocabulary, initial_alphabet=alphabet, show_progress=False)
-    )
-    parts = {
-        name: torch.tensor([token for piece in bpe.encode_batch(part) for token in piece.ids], dtype=torch.int32)
-        for name, part in (("train", train), ("validation", validation))
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}")
-    torch.save(parts, temporary)
-    os.replace(temporary, path)
-
-
-def batch(task: Task, tokens: Tensor, seed: int, step: int) -> Tensor:
-    """The windows of a step, those of a worker together: int64 ``(workers * rows, context + 1)``."""
-    draws = torch.Generator().manual_seed(seed * 10**6 + step)
-    starts = torch.randint(len(tokens) - task.context - 1, (task.workers * task.rows, 1), generator=draws)
-    return tokens[(starts + torch.arange(task.context + 1)).to(tokens.device)]
-
-
-def backward(model: nn.Module, rows: Tensor, parts: int = 1) -> Tensor:
-    """Gradients of the mean loss, a part of the rows at a time; returns that loss, 0-d."""
-    total = torch.zeros((), device=rows.device)
-    for part in rows.chunk(parts):
-        with torch.autocast(rows.device.type, torch.bfloat16, enabled=PRECISION == "bf16"):
-            loss = model(part) / parts
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-@torch.no_grad()
-def validation_loss(task: Task, model: GPT, tokens: Tensor, windows: int = 1024) -> float:
-    """Mean loss over windows spread evenly over the validation text."""
-    starts = torch.linspace(0, len(tokens) - task.context - 1, windows).long()[:, None]
-    rows = tokens[(starts + torch.arange(task.context + 1)).to(tokens.device)]
-    return statistics.fmean(model(part).item() for part in rows.split(64))
 
 
 # ----- rules ----------------------------------------------------------------------------------------------------------
@@ -253,27 +106,6 @@ class Rule:
     twin: str = ""
     like: str = ""
     tasks: tuple[str, ...] = field(default=())
-
-
-class SignDescent(torch.optim.Optimizer):
-    """``x -= lr * sign(p)`` with p the momentum of rate ``beta``, or Lion's interpolation (arXiv 2302.06675)."""
-
-    def __init__(self, params: Iterable[Tensor], lr: float, *, lion: bool) -> None:
-        super().__init__(params, {"lr": lr})
-        self.lion = lion
-
-    @torch.no_grad()
-    def step(self) -> None:  # type: ignore[override]
-        """One step on averaged gradients."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                m = self.state[p].setdefault("m", torch.zeros_like(p))
-                if self.lion:
-                    p.sub_(group["lr"] * torch.lerp(p.grad, m, 0.9).sign())
-                    m.lerp_(p.grad, 0.01)
-                else:
-                    m.lerp_(p.grad, 0.3)
-                    p.sub_(group["lr"] * m.sign())
 
 
 class Separated(torch.optim.Optimizer):
@@ -508,79 +340,31 @@ def run_one(task_name: str, rule_name: str, lr: float, seed: int) -> dict[str, A
     began = time.perf_counter()
     row: dict[str, Any] = {"task": task_name, "rule": rule_name, "lr": lr, "seed": seed, "precision": PRECISION}
     try:
-        row |= {"dense": _run_dense, "stacked": _run_stacked, "library": _run_library}[rule.family](
-            task, rule, lr, seed
-        )
+        train = {"dense": train_dense, "stacked": _run_stacked, "library": train_world}[rule.family]
+        row |= train(Run(task, lr, seed, DEVICE, PRECISION), rule.make).result()
     except Exception as error:  # a rule that diverges may raise; that is a result
         row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
     return row | {"seconds": round(time.perf_counter() - began)}
 
 
-def _result(losses: Sequence[float], validation: float, nbytes: float) -> dict[str, Any]:
-    width = max(1, len(losses) // 20)
-    curve = [round(statistics.fmean(losses[k : k + width]), 4) for k in range(0, len(losses), width)]
-    worst = round(max(losses[len(losses) // 10 :]), 3)
-    return {"loss": round(validation, 5), "worst": worst, "curve": curve, "bytes": round(nbytes, 4)}
-
-
-def _run_dense(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
-    train, validation = (tokens.to(DEVICE) for tokens in corpus(task.vocabulary))
-    model = GPT(task, seed).to(DEVICE)
-    optimizer = rule.make(list(model.parameters()), lr, task)
-    losses = []
-    for step in range(1, task.steps + 1):
-        optimizer.param_groups[0]["lr"] = task.lr(lr, step)
-        optimizer.zero_grad()
-        losses.append(backward(model, batch(task, train, seed, step), max(1, task.workers * task.rows // 8)).item())
-        optimizer.step()
-    return _result(losses, validation_loss(task, model, validation), 8 * (task.workers - 1) / task.workers)
-
-
-def _run_stacked(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
-    train, validation = (tokens.to(DEVICE) for tokens in corpus(task.vocabulary))
-    model = GPT(task, seed).to(DEVICE)
+def _run_stacked(run: Run, make: Callable[..., Any]) -> Watch:
+    task = run.task
+    train, validation = (tokens.to(DEVICE) for tokens in corpus(task))
+    model = GPT(task, run.seed).to(DEVICE)
     params = list(model.parameters())
-    optimizer = rule.make(params, lr, task)
-    losses = []
+    optimizer = make(params, run.lr, task)
+    watch = Watch(run, validation)
     for step in range(1, task.steps + 1):
-        optimizer.param_groups[0]["lr"] = task.lr(lr, step)
+        optimizer.param_groups[0]["lr"] = task.lr(run.lr, step)
         grads, total = [], 0.0
-        for rows in batch(task, train, seed, step).chunk(task.workers):
+        for rows in batch(task, train, run.seed, step).chunk(task.workers):
             optimizer.zero_grad()
-            total += backward(model, rows).item() / task.workers
+            total += backward(model, rows, PRECISION).item() / task.workers
             grads.append([p.grad for p in params])
         optimizer.step_on([torch.stack(row) for row in zip(*grads, strict=True)])
-        losses.append(total)
-    return _result(losses, validation_loss(task, model, validation), optimizer.bytes_sent(task) / task.steps)
-
-
-def _run_library(task: Task, rule: Rule, lr: float, seed: int) -> dict[str, Any]:
-    train, validation = (tokens.to(DEVICE) for tokens in corpus(task.vocabulary))
-    turn = threading.Lock()  # one core: models that take turns are faster than models that share it
-
-    def worker(group: Any) -> dict[str, Any] | None:
-        model = GPT(task, seed).to(DEVICE)
-        optimizer = rule.make(list(model.parameters()), lr, task, group)
-        losses = torch.zeros(task.steps)
-        for step in range(1, task.steps + 1):
-            for param_group in optimizer.param_groups:
-                param_group["lr"] = task.lr(lr, step)
-            rows = batch(task, train, seed, step).chunk(task.workers)[group.rank]
-            with turn:
-                optimizer.zero_grad()
-                losses[step - 1] = backward(model, rows)
-            optimizer.step()
-        optimizer.synchronise()
-        group.all_reduce(losses).wait()
-        if group.rank:
-            return None
-        sent = optimizer.ledger.total.bytes_sent / task.steps / sum(p.numel() for p in model.parameters())
-        with turn:
-            return _result((losses / task.workers).tolist(), validation_loss(task, model, validation), sent)
-
-    found = SimulatedWorld(task.workers, timeout=600.0).run(worker)[0]
-    assert found is not None
-    return found
+        watch.losses.append(total)
+    watch.check(task.steps, model, optimizer.bytes_sent(task))
+    return watch
 
 
 # ----- the study ------------------------------------------------------------------------------------------------------
@@ -636,7 +420,7 @@ def wanted(task: str, rule: Rule, runs: Sequence[Mapping[str, Any]]) -> list[tup
 
 def study(task: str, only: str, minutes: float | None, jobs: int) -> None:
     """Runs what is missing of a task, as many runs at once as ``jobs``; a line of progress for each."""
-    corpus(TASKS[task].vocabulary)  # made once, not by every process
+    corpus(TASKS[task])  # made once, not by every process
     rules = [rule for rule in RULES.values() if re.search(only, rule.name) and (not rule.tasks or task in rule.tasks)]
     began, running = time.monotonic(), dict[Future[dict[str, Any]], tuple[str, float, int]]()
     with ProcessPoolExecutor(jobs, mp.get_context("spawn")) as pool:
@@ -733,7 +517,9 @@ def table(runs: Sequence[Mapping[str, Any]]) -> None:
                 f"{row['rule']:32} {row['lr']:8.2g} {_shown(row['loss'], '.3f'):>14} {gap:>14} {default:>14} "
                 f"{row.get('pairs', ''):>5} {row['worst']:6.2f} {row['bytes']:7.3f}"
             )
-    SUMMARY.write_text(json.dumps({"tasks": {n: vars(t) for n, t in TASKS.items()}, "rows": rows}, indent=1) + "\n")
+    SUMMARY.write_text(
+        json.dumps({"tasks": {n: shown_fields(t) for n, t in TASKS.items()}, "rows": rows}, indent=1) + "\n"
+    )
 
 
 def plot(runs: Sequence[Mapping[str, Any]], task: str) -> None:

@@ -1,0 +1,342 @@
+"""Loss against bytes: every method on small language models, at its own best learning rate.
+
+    python benchmarks/frontier.py run --task a --jobs 2          run what is missing of a task
+    python benchmarks/frontier.py run --task c --no-search       GPT-2 small on a GPU, at given learning rates, seed 1
+    python benchmarks/frontier.py table                          what there is
+
+A run is one line of ``benchmarks/results/frontier_runs.jsonl``. A run that is there is not repeated, so an interrupted study goes on.
+The learning rate of each method is searched with seed 0, on a grid of factor 2, until the best one has a worse neighbour on both sides;
+seeds 1, 2 and 3 follow at that rate. Within a seed all methods begin with the same weights and see the same data. A run that diverges or
+fails is a result: its loss is infinite.
+
+Methods that exchange run in a ``SimulatedWorld``, dense ones see the batches of all workers in one process. Bytes are those that an
+efficient implementation sends: a ring all-reduce of fp32 gradients for dense methods, a bit to and from the server for majority votes.
+``sent`` in a line of a run belongs to the points of ``validation``; until the end these are of the first worker's replica.
+
+Tasks: ``a``, a byte model of 0.45 million parameters and 4 workers; ``a16``, the same data among 16 workers; ``b``, 3.2 million; ``c``,
+GPT-2 small on the source of all installed packages (needs ``pip install tokenizers``); ``c_toy``, the same at a toy size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import math
+import multiprocessing as mp
+import os
+import re
+import statistics
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import _language
+import torch
+from _language import Run, corpus, text_id, train_dense, train_world
+from _methods import METHODS, Method
+
+RUNS = Path(__file__).resolve().parent / "results" / "frontier_runs.jsonl"
+SEARCH_SEED, SEEDS = 0, (1, 2, 3)
+CHECKS = 10
+#: learning rates this many doublings from the start of the search are not tried
+FARTHEST = 8
+
+
+@dataclass(frozen=True)
+class Task(_language.Task):
+    """A language model and the length of its training.
+
+    Attributes:
+        starts: learning rates at which the search begins, by kind of method.
+        precision: of matrix products on a GPU.
+        like: the task whose dense runs count here too: it sees the same data, shared out among other workers.
+    """
+
+    starts: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    precision: str = field(default="fp32", kw_only=True)
+    like: str = field(default="", kw_only=True)
+
+
+_BYTES: dict[str, Any] = {"starts": {"adam": 4e-3, "lamb": 1e-2, "sign": 1e-3}}
+_GPT2: dict[str, Any] = {"starts": {"adam": 6e-4, "lamb": 5e-3, "sign": 3e-4}, "std": 0.02, "precision": "bf16"}
+TASKS = {
+    task.name: task
+    for task in (
+        Task("a", 4, 4, 64, 1000, 100, 100, 256, 128, 2, **_BYTES),
+        Task("a16", 16, 1, 64, 1000, 100, 100, 256, 128, 2, **_BYTES, like="a"),
+        Task("b", 4, 4, 128, 1500, 150, 150, 256, 256, 4, **_BYTES),
+        Task("c", 4, 8, 1024, 1000, 100, 200, 32768, 768, 12, **_GPT2, heads=12, packages=20_000_000),
+        Task("c_toy", 4, 8, 64, 40, 4, 8, 512, 64, 2, **_GPT2, packages=200_000),
+    )
+}
+
+#: what ``--no-search`` runs of task c, by value: a method, and its learning rate over the start of its kind
+GPT2_ORDER = (
+    *((name, 1) for name in ("adamw", "onebit_adam", "binsgdm", "zero_one_adam", "diloco", "onebit_adam_published")),
+    *((name, 1) for name in ("zero_one_adam_published", "binsgdm_published")),
+    *((name, 2) for name in ("adamw", "binsgdm")),
+    *((name, 1) for name in METHODS),
+    *((name, 2) for name in METHODS),
+)
+
+Spec = tuple[str, float, int]
+"""Method, learning rate, seed."""
+
+
+# ----- one run --------------------------------------------------------------------------------------------------------
+
+
+def run_one(task: Task, spec: Spec, device: str, alone: bool) -> dict[str, Any]:
+    """Trains once and returns its line, with ``error`` instead of a loss if it failed."""
+    name, lr, seed = spec
+    if device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        torch.set_float32_matmul_precision("high")
+    row: dict[str, Any] = {"task": task.name, "steps": task.steps, "method": name, "lr": lr, "seed": seed}
+    precision = _precision(task, device)
+    row |= {"warm_up": task.warm_up, "precision": precision, "device": _processor(device), "text": text_id(task)}
+    began = time.perf_counter()
+    try:
+        train = {"dense": train_dense, "world": train_world}[METHODS[name].family]
+        watch = train(Run(task, lr, seed, torch.device(device), precision, CHECKS), METHODS[name].make)
+        row |= watch.result() | {"validation": watch.validation, "sent": watch.sent}
+        if alone:
+            row["ms_per_step"] = round(1e3 * statistics.median(watch.step_seconds), 2)
+    except Exception as error:  # a method that diverges may raise; that is a result
+        row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+    return row | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def _precision(task: Task, device: str) -> str:
+    """Of matrix products: most CPUs take ten times as long for bf16 as for fp32."""
+    return task.precision if device == "cuda" else "fp32"
+
+
+def _processor(device: str) -> str:
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
+def loss_of(run: Mapping[str, Any]) -> float:
+    """Validation loss; infinite for a run that failed or diverged."""
+    loss = run.get("loss", math.inf)
+    return loss if math.isfinite(loss) else math.inf
+
+
+# ----- the study ------------------------------------------------------------------------------------------------------
+
+
+def read_runs(path: Path, task: Task, text: str, precision: str) -> list[dict[str, Any]]:
+    """The runs there are of a task, of its number of steps, on this text and in this precision."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    runs = [json.loads(line) for line in lines if line]
+    runs = [run for run in runs if (run["task"], run["steps"]) == (task.name, task.steps)]
+    return [run for run in runs if (run["text"], run["precision"]) == (text, precision)]
+
+
+def search(found: Mapping[float, float], start: float) -> tuple[list[float], float | None]:
+    """Learning rates to run next, and the best one once it is bracketed.
+
+    Args:
+        found: losses of the search so far, by learning rate.
+        start: where it begins, with both neighbours.
+    """
+    if missing := [lr for lr in (start, *_around(start)) if lr not in found]:
+        return missing, None
+    best = min(found, key=lambda lr: (found[lr], lr))
+    missing = [lr for lr in _around(best) if lr not in found and abs(math.log2(lr / start)) < FARTHEST + 0.5]
+    return missing, None if missing else best
+
+
+def _around(lr: float) -> tuple[float, float]:
+    return lr / 2, lr * 2
+
+
+def best_lr(method: Method, task: Task, runs: Iterable[Mapping[str, Any]]) -> tuple[list[float], float | None]:
+    """``search`` for a method of a task, given the runs of the task."""
+    own = [run for run in runs if run["method"] == method.name and run["seed"] == SEARCH_SEED]
+    return search({run["lr"]: loss_of(run) for run in own}, task.starts[method.kind])
+
+
+def wanted(task: Task, only: str, runs: Sequence[Mapping[str, Any]]) -> list[Spec]:
+    """Runs of a study that can be made now: those of the search first, then seed by seed."""
+    specs: list[Spec] = []
+    for method in METHODS.values():
+        if not re.search(only, method.name) or (method.family == "dense" and task.like):
+            continue
+        missing, best = best_lr(method, task, runs)
+        specs += [(method.name, lr, SEARCH_SEED) for lr in missing]
+        if best is not None:
+            specs += [(method.name, best, seed) for seed in SEEDS]
+    return sorted(specs, key=lambda spec: spec[2])
+
+
+def given(task: Task, only: str, rates: Mapping[str, Sequence[float]]) -> list[Spec]:
+    """Runs at given learning rates, seed 1, the most wanted first."""
+    order = GPT2_ORDER if task.name.startswith("c") else tuple((name, 1) for name in METHODS)
+    specs: dict[Spec, None] = {}
+    for name, factor in order:
+        if re.search(only, name):
+            for lr in rates.get(name, (factor * task.starts[METHODS[name].kind],)):
+                specs[name, lr, SEEDS[0]] = None
+    return list(specs)
+
+
+@dataclass
+class Study:
+    """What is to be run.
+
+    Attributes:
+        task: of its runs.
+        path: file of runs.
+        device: ``"cpu"`` or ``"cuda"``.
+        jobs: runs at once.
+        minutes: the study ends before so long if it can, judged by its longest run; None: when nothing is missing.
+        only: regular expression of methods.
+        fixed: these runs and no search.
+    """
+
+    task: Task
+    path: Path
+    device: str
+    jobs: int
+    minutes: float | None
+    only: str = "."
+    fixed: Sequence[Spec] | None = None
+
+    def run(self) -> None:
+        """Runs what is missing; a line of progress for each run."""
+        self.began, self._longest, self._text = time.monotonic(), 0.0, text_id(self.task)
+        train, _ = corpus(self.task)
+        print(
+            f"{self._elapsed():6.1f} min  {self.task}; {len(train):,} tokens, text {self._text}, {self.device}",
+            flush=True,
+        )
+        if self.device == "cuda":
+            while todo := self._todo(set()):
+                self._record(run_one(self.task, todo[0], self.device, True), len(todo) - 1)
+            return
+        running: dict[Future[dict[str, Any]], Spec] = {}
+        with ProcessPoolExecutor(self.jobs, mp.get_context("spawn")) as pool:
+            while True:
+                todo = self._todo(set(running.values()))
+                for spec in todo[: self.jobs - len(running)]:
+                    running[pool.submit(run_one, self.task, spec, self.device, self.jobs == 1)] = spec
+                if not running:
+                    break
+                for future in wait(running, return_when=FIRST_COMPLETED).done:
+                    del running[future]
+                    self._record(future.result(), len(todo))
+
+    def _elapsed(self) -> float:
+        return (time.monotonic() - self.began) / 60
+
+    def _todo(self, running: set[Spec]) -> list[Spec]:
+        """What is to be run next, in order; nothing when time is up."""
+        if self.minutes is not None and self._elapsed() + self._longest / 60 > self.minutes:
+            return []
+        runs = read_runs(self.path, self.task, self._text, _precision(self.task, self.device))
+        done = {(run["method"], run["lr"], run["seed"]) for run in runs}
+        specs = wanted(self.task, self.only, runs) if self.fixed is None else self.fixed
+        return [spec for spec in specs if spec not in done | running]
+
+    def _record(self, row: dict[str, Any], left: int) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # one write to a file opened for appending: lines of two studies do not mix
+        line = (json.dumps(row) + "\n").encode()
+        file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            os.write(file, line)
+        finally:
+            os.close(file)
+        self._longest = max(self._longest, row["seconds"])
+        outcome = row.get("error") or f"loss {row['loss']:.4f}, {row['bytes']:.3f} bytes, worst {row['worst']:.2f}"
+        pace = f", {row['ms_per_step']} ms a step" if "ms_per_step" in row else ""
+        print(
+            f"{self._elapsed():6.1f} min  {row['task']} {row['method']:24} lr {row['lr']:<9g} seed {row['seed']}  {outcome} "
+            f"({row['seconds']} s{pace}; {left} or more to go)",
+            flush=True,
+        )
+
+
+# ----- the tables -----------------------------------------------------------------------------------------------------
+
+
+def summary(path: Path) -> Iterator[dict[str, Any]]:
+    """A row per task, number of steps, text, method and learning rate: losses by seed, bytes per parameter and step."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for run in map(json.loads, lines):
+        found.setdefault(tuple(run[name] for name in ("task", "steps", "text", "method", "lr")), []).append(run)
+    for (task, steps, text, method, lr), runs in sorted(found.items()):
+        row = {"task": task, "steps": steps, "text": text, "method": method, "lr": lr}
+        row["losses"] = {run["seed"]: loss_of(run) for run in runs}
+        row["bytes"] = next((run["bytes"] for run in runs if "bytes" in run), math.nan)
+        yield row
+
+
+def table(path: Path) -> None:
+    """Prints ``summary``."""
+    print(f"{'task':6} {'steps':>5} {'text':8} {'method':24} {'lr':>9} {'B/param':>8}  losses by seed")
+    for row in summary(path):
+        losses = "  ".join(f"{seed}: {loss:.4f}" for seed, loss in sorted(row["losses"].items()))
+        print(
+            f"{row['task']:6} {row['steps']:5} {row['text']:8} {row['method']:24} {row['lr']:9.3g} {row['bytes']:8.3f}  {losses}"
+        )
+
+
+def _rates(options: Sequence[str]) -> dict[str, list[float]]:
+    """Learning rates by method, of ``METHOD=VALUE``.
+
+    Raises:
+        ValueError: no such method, or no number.
+    """
+    rates: dict[str, list[float]] = {}
+    for option in options:
+        name, _, value = option.partition("=")
+        if name not in METHODS:
+            raise ValueError(f"--lr {option}: no method {name!r}; there are {', '.join(METHODS)}")
+        rates.setdefault(name, []).append(float(value))
+    return rates
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    run = commands.add_parser("run", help="run what is missing of a task")
+    run.add_argument("--task", choices=TASKS, default="a")
+    run.add_argument("--only", default=".", help="regular expression: methods to run")
+    run.add_argument("--jobs", type=int, default=2, help="runs at once, on CPUs; on a GPU there is one")
+    run.add_argument("--minutes", type=float, help="begin no run that is likely to end after so long")
+    run.add_argument("--steps", type=int, help="another number of steps, rise and warm-up in proportion")
+    run.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
+    run.add_argument(
+        "--no-search", action="store_true", help="seed 1 only, at the task's learning rates or those of --lr"
+    )
+    run.add_argument(
+        "--lr", action="append", default=[], metavar="METHOD=VALUE", help="with --no-search; several allowed"
+    )
+    shown = commands.add_parser("table", help="print what there is")
+    for command in (run, shown):
+        command.add_argument("--runs", type=Path, default=RUNS, help="file of runs")
+    arguments = parser.parse_args()
+    if arguments.command == "run":
+        task = TASKS[arguments.task]
+        task = task.of_length(arguments.steps) if arguments.steps else task
+        if arguments.lr and not arguments.no_search:
+            parser.error("--lr is for --no-search; a search finds learning rates itself")
+        fixed = given(task, arguments.only, _rates(arguments.lr)) if arguments.no_search else None
+        Study(task, arguments.runs, arguments.device, arguments.jobs, arguments.minutes, arguments.only, fixed).run()
+    table(arguments.runs)
+
+
+if __name__ == "__main__":
+    main()
