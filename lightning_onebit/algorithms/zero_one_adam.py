@@ -140,10 +140,10 @@ class ZeroOne(RefreshedMoments):
             self.refresh(step, planned)
             self._record_round(synchronised=True)
         else:
-            number, before = kept.steps + 1, kept.momentum
+            number, before, by_bucket = kept.steps + 1, kept.momentum, "m" not in kept.flat
             kept.hold_flat()
             step.update(planned)
-            if before:
+            if by_bucket:
                 kept.hold_by_bucket()
                 self._restore_momentum(before, set(planned))
             if kept.worker is None:
@@ -165,7 +165,7 @@ class ZeroOne(RefreshedMoments):
 
     def _step_without_variance(self, step: Step) -> None:
         """A dense round at lr = 0: momenta of all ranks meet again, v is not touched and x does not move."""
-        kept, before = self.kept, self.kept.momentum
+        kept, before, by_bucket = self.kept, self.kept.momentum, "m" not in self.kept.flat
         step.average_exchanged()
         step.whole.writes()
         kept.hold_flat()
@@ -173,7 +173,7 @@ class ZeroOne(RefreshedMoments):
         for i in active:
             kept.moment("m", i).lerp_(kept.grad(i).float(), 1 - kept.group(i)["betas"][0])
         step.count(active)
-        if before:
+        if by_bucket:
             kept.hold_by_bucket()
             self._restore_momentum(before, set(active))
         if kept.phase is Phase.LOCAL:

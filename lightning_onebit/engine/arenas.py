@@ -371,6 +371,8 @@ class Arenas:
 
     def take_new_residuals(self, exchanged: Collection[int]) -> None:
         """Makes what an exchange has written the residuals; those of buckets that are not among ``exchanged`` stay as they are."""
+        if not exchanged:
+            return
         for bucket in self.layout.buckets:
             if bucket.index not in exchanged:
                 for side in ("worker", "server"):

@@ -1368,27 +1368,6 @@ def test_a_step_that_is_skipped_after_its_backward_leaves_nothing_behind(algorit
     assert equal(first, second)
 
 
-def early_skip_worker(group: Any, rank: int, world: int) -> str:
-    params = [torch.nn.Parameter(torch.ones(40))]
-    optimizer = CLASSES["onebit_adam"](
-        params, freeze_step=2, exchange=ExchangeOptions(process_group=group, overlap="backward")
-    )
-    for t in range(3):
-        optimizer.begin_backward()
-        backward(params, t, rank)
-        if t == 2:
-            with pytest.raises(RuntimeError) as caught:
-                optimizer.skip_step()
-            return str(caught.value)
-        optimizer.step()
-    return ""
-
-
-def test_what_backward_has_sent_cannot_be_skipped() -> None:
-    for said in run_world(early_skip_worker, 2):
-        assert "step 3" in said and "use overlap='step'" in said
-
-
 def pausing_worker(group: Any, rank: int, world: int, algorithm: str, dtype: torch.dtype, cut: str) -> dict[str, Any]:
     """Of three tensors one trains all the time, one pauses from step 5 to 9, one does so and has had no gradient before."""
     algorithm, rule = RULES[algorithm]

@@ -71,6 +71,9 @@ class PlainCodec:
         self.kernels.reduce(packed, lengths, self.d[bucket.index], out, 1.0 / self.topology.nodes)
         return out.raw.view(-1)
 
+    def received_buffer(self, bucket: Bucket, sent: Tensor) -> Tensor:
+        return torch.empty_like(sent)
+
     def reply_buffer(self, bucket: Bucket) -> Tensor:
         return Packed.empty(self.topology.size, bucket.blocks // self.topology.size, bucket.block_size).raw
 
