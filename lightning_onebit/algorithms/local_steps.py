@@ -87,8 +87,7 @@ class Local:
 
     def _mean_lr_t(self, step: Step, power: int) -> Sequence[Tensor]:
         """By bucket, fp32 ``(blocks,)``: S/H (1 where a parameter takes no part), to a power."""
-        values = step.spread([(way / self.steps) ** power if way > 0 else 1.0 for way in self.way])
-        return values.split([bucket.blocks for bucket in self._kept.layout.buckets])
+        return step.spread([(way / self.steps) ** power if way > 0 else 1.0 for way in self.way])
 
     def _take(self, s: Part, u: Packed, alpha: Tensor) -> None:
         """``m = ubar/S ; x = anchor - ubar r ; anchor = x ; u = 0``."""

@@ -14,6 +14,7 @@ from lightning_onebit.engine.layout import Layout
 from lightning_onebit.engine.masters import Comparison, adopt_
 from lightning_onebit.engine.options import ExchangeOptions
 from lightning_onebit.engine.sharded import LocalShard, Shards
+from lightning_onebit.engine.tables import Tables
 from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed, Residual, get_backend
 from lightning_onebit.kernels.residual import copy_blocks
 
@@ -185,6 +186,7 @@ class Arenas:
     def move_to(self, layout: Layout) -> None:
         """The same layout at another place in an equal world."""
         self._layout = layout
+        self.forget_bound()
 
     def _longer(self, residual: Residual, blocks: int) -> Residual:
         """A residual with so many blocks of zeros behind its own."""
@@ -543,6 +545,7 @@ class Arenas:
     def forget_bound(self) -> None:
         """Lets go of views of weights, which are made again where they are needed."""
         # by bucket: the addresses of its weights and the views that were made of them; its parameters
+        self.tables = Tables(self._layout) if self._layout is not None else None
         self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
         self._members: dict[int, _Members] = {}
 

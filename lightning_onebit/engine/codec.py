@@ -147,12 +147,14 @@ class OneBit(Codec):
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
         ranks, chunk = self.kept.layout.ranks, self.kept.layout.chunk(bucket)
-        rows = Packed(received, bucket.blocks // ranks.size, bucket.block_size)
+        rows = self.kept.buffer(bucket, "received", ranks.nodes)
         if self.alike is None and ranks.nodes > 1:
             self.alike = (rows.scales == rows.scales[0]).all() & (rows.scales > 0).any()
         out = self.kept.buffer(bucket, "reply", 1)
         d, into = self._residuals(bucket, "server", chunk)
-        self.kept.kernels.reduce(rows, bucket.lengths[slice(*chunk)], d, out, 1.0 / ranks.nodes, into)
+        assert self.kept.tables is not None
+        lengths = self.kept.tables.view("lengths", bucket.index, bucket.lengths, *chunk)
+        self.kept.kernels.reduce(rows, lengths, d, out, 1.0 / ranks.nodes, into)
         return out.raw.view(-1)
 
     def reply_buffer(self, bucket: Bucket) -> Tensor:
@@ -166,8 +168,8 @@ class OneBit(Codec):
     def end(self) -> None:
         """See the base: what has come back is applied, and the new residuals are the optimizer's."""
         taken: list[tuple[Part, Packed, Any]] = []
-        for bucket, gathered in self.arrived:
-            packed = Packed(gathered, bucket.blocks // self.kept.layout.ranks.size, bucket.block_size)
+        for bucket, _ in self.arrived:
+            packed = self.kept.buffer(bucket, "momentum", self.kept.layout.ranks.size)
             part = self.step.part(bucket, 0, bucket.blocks)
             taken.append((part, packed, self._take(part, packed)))
             guard = self.protected.get(bucket.index)

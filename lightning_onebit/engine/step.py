@@ -15,7 +15,6 @@ from lightning_onebit.engine.codec import Codec, OneBit, first_bad
 from lightning_onebit.engine.link import DENSE_LANE, PLAN_LANE, Link
 from lightning_onebit.engine.whole import NotFinite, Wholeness
 from lightning_onebit.kernels import BoundSpans, KernelBackend, Packed
-from lightning_onebit.kernels.transfer import upload
 
 if TYPE_CHECKING:
     from lightning_onebit.engine.late import Late
@@ -93,6 +92,8 @@ class Part:
     def momentum(self) -> Tensor | Packed:
         """The momentum as it travels."""
         held = self.step.kept.momentum[self.blocks.index]
+        if self.lo == 0 and self.hi == self.blocks.blocks:
+            return held
         if isinstance(held, Packed):
             rows = held.blocks_per_row
             return held.narrow(self.lo // rows, (self.hi - self.lo) // rows)
@@ -108,8 +109,12 @@ class Part:
         bucket, kept = self.blocks, self.step.kept
         if kept.sharded:  # they hold these blocks and no others
             start = bucket.first_block * bucket.block_size // kept.layout.ranks.ranks_per_node
-            return kept.flat[name][start : start + (self.hi - self.lo) * bucket.block_size]
-        return self.whole(name)[self.lo * bucket.block_size : self.hi * bucket.block_size]
+        else:
+            start = (bucket.first_block + self.lo) * bucket.block_size
+        assert kept.tables is not None
+        return kept.tables.view(
+            name, bucket.index, kept.flat[name], start, start + (self.hi - self.lo) * bucket.block_size
+        )
 
     def whole(self, name: str) -> Tensor:
         """The part of an arena that belongs to the whole bucket."""
@@ -424,7 +429,7 @@ class Step:
         """By bucket, fp32 ``(blocks,)``: factors that bring residuals into this step's units; None: all are 1."""
         before = self.kept.units
         factors = [before.get(i, unit) / unit if unit else 1.0 for i, unit in self._residual_units().items()]
-        return self._by_bucket(self.spread(factors)) if set(factors) - {1.0} else None
+        return self.spread(factors) if set(factors) - {1.0} else None
 
     # ----- what is looked up once --------------------------------------------------------------------------------------
 
@@ -487,17 +492,12 @@ class Step:
         """By bucket, fp32 ``(blocks,)`` of one number of parameters, ``(numbers, blocks)`` of several; made for all buckets at once."""
         tables = self._tables.get(numbers)
         if tables is None:
-            rows = [self.spread(self.by_slot(number)) for number in numbers]
-            table = rows[0] if len(rows) == 1 else torch.stack(rows)
-            tables = self._tables[numbers] = self._by_bucket(table)
+            assert self.kept.tables is not None
+            rows = [self.by_slot(number) for number in numbers]
+            tables = self._tables[numbers] = self.kept.tables.numbers(numbers, rows)
         return tables
 
-    def _by_bucket(self, table: Tensor) -> Sequence[Tensor]:
-        return [part.contiguous() for part in table.split([b.blocks for b in self.kept.layout.buckets], dim=-1)]
-
-    def spread(self, values: Sequence[float]) -> Tensor:
-        """fp32 ``(blocks,)``, over all buckets, from a value per slot (or one for all)."""
-        plan, device = self.kept.layout.plan, self.kept.device
-        if len(distinct := set(values)) == 1:
-            return torch.full((plan.blocks,), distinct.pop(), dtype=torch.float32, device=device)
-        return upload(values, device, torch.float32)[plan.block_param]
+    def spread(self, values: Sequence[float]) -> Sequence[Tensor]:
+        """By bucket, fp32 ``(blocks,)`` from a value per slot, a tensor of this step alone."""
+        assert self.kept.tables is not None
+        return self.kept.tables.by_bucket(self.kept.tables.spread(values))

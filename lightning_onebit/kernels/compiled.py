@@ -32,6 +32,8 @@ Argument = Any  # an address or an integer (int), or np.float32
 FP32 = {torch.float32: 0}
 DTYPES = {**FP32, torch.bfloat16: 1, torch.float16: 2}  # those that kernels read, and their codes
 
+# arguments kept with what a kernel writes into: residuals and momenta alternate between two places each
+_PLANS_KEPT = 16
 _MAX_ROWS = 65535  # counts of votes have 16 bits
 _NO_MOMENTUM = (0, 0, 0, 1)
 
@@ -336,23 +338,31 @@ class CompiledKernels(ReferenceKernels):
         into: Tensor | Residual | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
-        size, blocks, near = bucket.block_size, hi - lo, out.raw
-        moment: tuple[Argument, ...] = (0, *_NO_MOMENTUM)
-        if m is not None:
-            if a is None:
-                raise ValueError("a must be given with m")
-            moment = (self._address(a, "a", blocks), *self._momentum(m, "m", blocks, size))
-        gradient: tuple[Argument, ...] = (0, 0, *self._no_spans)
-        if g is not None:
-            if b is None:
+        operands = (self, bucket, a, m, b, g if isinstance(g, Tensor) else g is None, e, r, into)
+        plan = known_plan(out.plans, operands, (lo, hi))
+        size, blocks = bucket.block_size, hi - lo
+        if plan is None:
+            near = out.raw
+            moment: tuple[Argument, ...] = (0, *_NO_MOMENTUM)
+            if m is not None:
+                if a is None:
+                    raise ValueError("a must be given with m")
+                moment = (self._address(a, "a", blocks), *self._momentum(m, "m", blocks, size))
+            if g is not None and b is None:
                 raise ValueError("b must be given with g")
-            operand, _bound = self._gradient(g, bucket, lo, hi, near)
-            gradient = (self._address(b, "b", blocks), *operand)
-        elif r is not None:
-            raise ValueError("r must be None with g=None")
-        state = (*self._state(r, "r", blocks * size), *self._residuals(e, into, "e", blocks, size))
-        arguments = (self._lengths(bucket, lo), *moment, *gradient, *state, *self._payload(out, "out", blocks, size))
-        self._call(self._kernel("compress", size, e, into, m, r), near, size, blocks, arguments, sums=1)
+            if g is None and r is not None:
+                raise ValueError("r must be None with g=None")
+            factor = 0 if b is None or g is None else self._address(b, "b", blocks)
+            flat = self._gradient(g, bucket, lo, hi, near)[0] if isinstance(g, Tensor) else (0, *self._no_spans)
+            state = (*self._state(r, "r", blocks * size), *self._residuals(e, into, "e", blocks, size))
+            before = (self._lengths(bucket, lo), *moment, factor)
+            after = (*state, *self._payload(out, "out", blocks, size))
+            plan = self._kernel("compress", size, e, into, m, r), before, flat, after
+            keep_plan(out.plans, operands, (lo, hi), plan)
+        name, before, gradient, after = plan
+        if not (g is None or isinstance(g, Tensor)):
+            gradient, _bound = self._gradient(g, bucket, lo, hi, out.raw)
+        self._call(name, out.raw, size, blocks, (*before, *gradient, *after), sums=1)
 
     def reduce(
         self,
@@ -364,15 +374,22 @@ class CompiledKernels(ReferenceKernels):
         into: Tensor | Residual | None = None,
     ) -> None:
         """``z = (C_0 + C_1 + ...) * inv_n + d`` over the rows, then bits, scale and residual."""
-        check_rows(received)
-        size, blocks, rows = received.block_size, received.blocks_per_row, received.rows
-        if out.rows != 1:
-            raise ValueError(f"out must be one row, got {out.rows}")
-        raw, target = self._payload(received, "received", rows * blocks, size), self._payload(out, "out", blocks, size)
-        residual = self._residuals(d, into, "d", blocks, size)
-        where = self._address(lengths, "lengths", blocks, torch.int32)
-        arguments = (rows, *raw[:2], where, *residual, *target[:2], self._fp32(inv_n))
-        self._call(self._kernel("reduce", size, d), out.raw, size, blocks, arguments, sums=1)
+        operands = (self, received, lengths, d, into)
+        plan = known_plan(out.plans, operands, (inv_n,))
+        size, blocks = received.block_size, received.blocks_per_row
+        if plan is None:
+            check_rows(received)
+            rows = received.rows
+            if out.rows != 1:
+                raise ValueError(f"out must be one row, got {out.rows}")
+            raw = self._payload(received, "received", rows * blocks, size)
+            target = self._payload(out, "out", blocks, size)
+            residual = self._residuals(d, into, "d", blocks, size)
+            where = self._address(lengths, "lengths", blocks, torch.int32)
+            arguments = (rows, *raw[:2], where, *residual, *target[:2], self._fp32(inv_n))
+            plan = self._kernel("reduce", size, d), arguments
+            keep_plan(out.plans, operands, (inv_n,), plan)
+        self._call(plan[0], out.raw, size, blocks, plan[1], sums=1)
 
     def unpack(self, packed: Packed, lengths: Tensor, out: Tensor) -> None:
         """Bits and scales to flat fp32, 0 on padding."""
@@ -384,10 +401,15 @@ class CompiledKernels(ReferenceKernels):
         self, bucket: BlockMap, spans: Spans, packed: Packed, r: Tensor | None, decay: Tensor, alpha: Tensor
     ) -> None:
         """``x = x*decay - (+-(alpha*s) * r)``, r None: without it."""
-        size, blocks = bucket.block_size, bucket.blocks
-        payload, state = self._payload(packed, "packed", blocks, size), self._state(r, "r", bucket.elements)
-        factors = (self._address(decay, "decay", blocks), self._address(alpha, "alpha", blocks))
-        self._update("apply_adam", bucket, spans, decay, *payload, *state, *factors)
+        operands = (self, bucket, packed, r, decay, alpha)
+        plan = known_plan(spans.tables, operands, ()) if isinstance(spans, BoundSpans) else None
+        if plan is None:
+            size, blocks = bucket.block_size, bucket.blocks
+            payload, state = self._payload(packed, "packed", blocks, size), self._state(r, "r", bucket.elements)
+            plan = (*payload, *state, self._address(decay, "decay", blocks), self._address(alpha, "alpha", blocks))
+            if isinstance(spans, BoundSpans):
+                keep_plan(spans.tables, operands, (), plan)
+        self._update("apply_adam", bucket, spans, decay, *plan)
 
     def lamb_update(
         self,
@@ -488,6 +510,23 @@ class CompiledKernels(ReferenceKernels):
         bits = (self._address(words, "words", count, torch.int32), self._address(live, "live", count, torch.int32))
         factors = (self._address(decay, "decay", blocks), self._address(lr, "lr", blocks))
         self._update("apply_votes", bucket, spans, words, *bits, *factors)
+
+
+def known_plan(plans: dict[Any, Any], operands: tuple[Any, ...], numbers: tuple[Any, ...]) -> Any:
+    """The arguments of an earlier call with the same operands, which have been checked then; None: there was none.
+
+    Operands are the same if they are the same objects: engines keep those of a bucket from step to step.
+    """
+    known = plans.get((*map(id, operands), *numbers))
+    return None if known is None else known[1]
+
+
+def keep_plan(plans: dict[Any, Any], operands: tuple[Any, ...], numbers: tuple[Any, ...], plan: Any) -> None:
+    """Keeps the arguments of a call, and its operands: while they live, nothing else has their ``id``."""
+    if len(plans) >= _PLANS_KEPT:
+        plans.clear()
+    key = (*map(id, operands), *numbers)
+    plans[key] = operands, plan
 
 
 def dense(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,12 +27,14 @@ class Packed:
         blocks_per_row: number of blocks in a row.
         block_size: elements of a block, a multiple of 32.
         has_scales: whether rows begin with scales.
+        plans: arguments with which backends have called kernels that write into it, by the operands.
     """
 
     raw: Tensor
     blocks_per_row: int
     block_size: int
     has_scales: bool = True
+    plans: dict[Any, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @staticmethod
     def row_bytes(blocks_per_row: int, block_size: int, has_scales: bool = True) -> int:
