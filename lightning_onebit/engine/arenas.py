@@ -81,6 +81,11 @@ class Arenas:
         comparison: what ``adopt()`` has begun.
     """
 
+    worker: Residual | None
+    server: Residual | None
+    _new_worker: Residual | None
+    _new_server: Residual | None
+
     def __init__(
         self,
         exchange: ExchangeOptions,
@@ -112,11 +117,7 @@ class Arenas:
         self.showing: Callable[[int], Tensor] | None = None
         self.exchanged = 1
         self.momentum: list[Tensor | Packed] = []
-        self.worker: Residual | None = None
-        self.server: Residual | None = None
-        self._new_worker: Residual | None = None
-        self._new_server: Residual | None = None
-        self._buffers: dict[tuple[int, str], Packed] = {}
+        self.drop_residuals()
         self.units: dict[int, float] = {}
         self.t: list[int] = []
         self.cold: set[int] = set()
@@ -345,21 +346,24 @@ class Arenas:
     def allocate_residuals(self) -> None:
         """Makes both residuals, of zeros, where there are none."""
         if self.worker is None:
-            self.worker, self.server = (
-                self._no_residual(self._share("worker")),
-                self._no_residual(self._share("server")),
-            )
+            self.worker, self.server = map(self._no_residual, ("worker", "server"))
 
-    def _no_residual(self, share: int) -> Residual:
-        """Zeros for one of ``share`` equal parts of all blocks."""
+    def _no_residual(self, side: str) -> Residual:
+        """Zeros for what a rank has of all blocks."""
         dtype: torch.dtype = getattr(torch, self.exchange.state_dtype)
         layout = self.layout
-        return self.kernels.residual(layout.plan.blocks // share, self.exchange.block_size, dtype, layout.device)
+        return self.kernels.residual(
+            layout.plan.blocks // self._share(side), self.exchange.block_size, dtype, layout.device
+        )
 
     def drop_residuals(self) -> None:
         """Gives both up, with all that exchanges need besides."""
-        self.worker = self.server = self._new_worker = self._new_server = None
-        self._buffers = {}
+        self.worker = self.server = None
+        self._drop_new()
+
+    def _drop_new(self) -> None:
+        self._new_worker = self._new_server = None
+        self._buffers: dict[tuple[int, str], Packed] = {}
 
     def residual(self, bucket: Bucket, side: str) -> Residual:
         """What this rank holds back of its shard of a bucket (``side="worker"``), or of its chunk of it (``"server"``)."""
@@ -368,19 +372,17 @@ class Arenas:
     def new_residual(self, bucket: Bucket, side: str) -> Residual:
         """Where an exchange writes the next one: in memory of its own, which counts once ``take_new_residuals()`` is called."""
         if self._new_worker is None:
-            self._new_worker, self._new_server = (self._no_residual(self._share(s)) for s in ("worker", "server"))
+            self._new_worker, self._new_server = map(self._no_residual, ("worker", "server"))
         return _part(self._new_worker if side == "worker" else self._new_server, bucket, self._share(side))
 
     def take_new_residuals(self, exchanged: Collection[int]) -> None:
         """Makes what an exchange has written the residuals; those of buckets that are not among ``exchanged`` stay as they are."""
         if not exchanged:
             return
-        for bucket in self.layout.buckets:
-            if bucket.index not in exchanged:
-                for side in ("worker", "server"):
-                    old, new = self.residual(bucket, side), self.new_residual(bucket, side)
-                    everywhere = torch.ones(bucket.blocks // self._share(side), dtype=torch.bool, device=bucket.device)
-                    copy_blocks(old, new, everywhere)
+        for bucket in [b for b in self.layout.buckets if b.index not in exchanged]:
+            for side in ("worker", "server"):
+                every = torch.ones(bucket.blocks // self._share(side), dtype=torch.bool, device=bucket.device)
+                copy_blocks(self.residual(bucket, side), self.new_residual(bucket, side), every)
         self.worker, self._new_worker = self._new_worker, self.worker
         self.server, self._new_server = self._new_server, self.server
 
@@ -444,6 +446,7 @@ class Arenas:
     def hold_flat(self) -> None:
         """Takes the momentum back into an fp32 arena."""
         if "m" not in self.flat:
+            self._drop_new()  # (a dense step follows, which needs memory of its own)
             self.flat["m"] = self.momentum_flat()
             self.momentum = []
 

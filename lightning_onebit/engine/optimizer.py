@@ -45,8 +45,8 @@ class OnebitOptimizer(torch.optim.Optimizer):
     options_class: ClassVar[type[Options]] = Options
     #: whether ranks take steps of their own between synchronisations
     local_steps: ClassVar[bool] = False
-    #: bytes per element that a compressed step moves through memory, apart from packed bits: statistics read g; the worker reads g, reads
-    #: and writes e; the server d (an n-th); applying reads and writes x, reads denominators
+    #: bytes per element that a compressed step moves through memory, apart from packed bits: the worker reads g and e and writes e
+    #: elsewhere, which a cache reads first; the server d (an n-th); applying reads and writes x, reads denominators
     STEP_BYTES: ClassVar[float] = 28.5
     #: the same of a step without an exchange
     SILENT_STEP_BYTES: ClassVar[float] = 0.0

@@ -159,8 +159,7 @@ class ExchangeOptions:
         state_dtype: of residuals and of frozen denominators, ``"float32"``, or ``"bfloat16"`` to halve their memory. A
             coordinate's step is then off by a constant factor of at most 1 + 2**-8 until the next refresh. BinSGDM has neither.
         on_nonfinite: ``"skip"`` a step on all ranks alike if a gradient of any rank is not finite (an error after 100 in a row), or
-            ``"raise"`` at the first one. 1-bit Adam and 1-bit LAMB then find it by what the exchange brings, instead of looking at all
-            gradients before.
+            ``"raise"`` at the first one.
         kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``; all give the same bits.
         timeout: seconds that a rank waits for the others in one collective.
         process_group: ranks that train together; None: the default group. A strategy makes groups itself.

@@ -338,8 +338,8 @@ class CompiledKernels(ReferenceKernels):
         into: Tensor | Residual | None = None,
     ) -> None:
         """``y = ((a*m) + ((b*g)*r)) + e`` on blocks ``[lo, hi)``, then bits, scale and residual, in one pass over memory."""
-        operands = (self, bucket, a, m, b, g if isinstance(g, Tensor) else g is None, e, r, into)
-        plan = known_plan(out.plans, operands, (lo, hi))
+        operands = (self, bucket, a, m, b, g is None, e, r, into)
+        plan = None if isinstance(g, Tensor) else known_plan(out.plans, operands, (lo, hi))
         size, blocks = bucket.block_size, hi - lo
         if plan is None:
             near = out.raw
@@ -358,7 +358,8 @@ class CompiledKernels(ReferenceKernels):
             before = (self._lengths(bucket, lo), *moment, factor)
             after = (*state, *self._payload(out, "out", blocks, size))
             plan = self._kernel("compress", size, e, into, m, r), before, flat, after
-            keep_plan(out.plans, operands, (lo, hi), plan)
+            if not (isinstance(m, Tensor) or isinstance(g, Tensor)):  # which are other ones in the next step
+                keep_plan(out.plans, operands, (lo, hi), plan)
         name, before, gradient, after = plan
         if not (g is None or isinstance(g, Tensor)):
             gradient, _bound = self._gradient(g, bucket, lo, hi, out.raw)

@@ -25,13 +25,13 @@ DENSE = {"dense_fp32": 4, "dense_fp16": 2}
 #: bytes per element that AdamW moves through memory: x, m, v read and written, g read. (Optimizers here know theirs: ``STEP_BYTES``.)
 ADAMW_BYTES = 28.0
 
-#: bytes per parameter of optimizer state after the warm-up, in fp32 and without the server residual's ``4/n``; 0/1 Adam's with local steps
+#: bytes per parameter of optimizer state after the warm-up, in fp32: of each parameter, and of a rank's n-th; 0/1 Adam's with local steps
 STATE_BYTES = {
-    "onebit_adam": 8.125,
-    "onebit_lamb": 12.125,
-    "zero_one_adam": 20.0,
-    "binsgdm": 8.125,
-    "onebit_sgd": 8.0,
+    "onebit_adam": (12.5, 8.125),
+    "onebit_lamb": (16.5, 8.125),
+    "zero_one_adam": (24.375, 8.125),
+    "binsgdm": (8.125, 4.0),
+    "onebit_sgd": (12.375, 8.125),
 }
 ADAMW_STATE_BYTES = 8.0
 
@@ -316,7 +316,8 @@ def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str) -> Predic
     if rounds.bitmaps:
         mean += rounds.bitmaps / job.steps * _exchange(cluster, job, name, layout, merges=True)[0]
     sent = rounds.one_bit / later * node_bytes if later else dense_bytes
-    state = (STATE_BYTES[name] + 4 / cluster.gpus) * job.elements if name in STATE_BYTES else None
+    whole, share_of_rank = STATE_BYTES.get(name, (math.nan, math.nan))
+    state = (whole + share_of_rank / cluster.gpus) * job.elements if name in STATE_BYTES else None
     return Prediction(name, layout, dense, step, mean, step - job.compute, sent, share, state)
 
 

@@ -12,7 +12,7 @@ from harness import grouped, run_ranks
 import lightning_onebit as ob
 
 ELEMENTS = 3 * 2**18  # whole blocks and whole buckets, so that padding does not blur the count
-SMALL = 0.03  # scales, tables of lengths and owners per block, step counters, ...
+SMALL = 0.05  # scales, tables of numbers, lengths and owners per block, step counters, ...
 
 
 def held_bytes(optimizer: Any, params: list[torch.Tensor]) -> int:
