@@ -4,9 +4,8 @@
     python benchmarks/step.py local --algorithm onebit_lamb
     python benchmarks/step.py warmup     # training steps through the Trainer, 2 processes: ddp against the dense stage of onebit_adam
 
-``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: gradient statistics, compress,
-server part (half of the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for. "No skips" is
-``on_nonfinite="raise"``, which needs no statistics.
+``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: compress, server part (half of
+the blocks from 2 streams), apply, and all of Python between them. Nothing is waited for.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ def local(
     variants: dict[str, dict[str, Any]] = {
         "onebit step": {},
         "onebit, bf16 state": {"state_dtype": "bfloat16"},
-        "onebit, no skips": {"on_nonfinite": "raise"},
-        "onebit, no skips, bf16 state": {"on_nonfinite": "raise", "state_dtype": "bfloat16"},
     }
     for size in bucket_mb:
         for name, options in variants.items():
