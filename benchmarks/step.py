@@ -2,6 +2,9 @@
 
     python benchmarks/step.py local      # compressed 1-bit Adam step against torch.optim.AdamW(fused=True), one process
     python benchmarks/step.py local --algorithm onebit_lamb
+    python benchmarks/step.py local --width 128 --layers 2         # 0.46 M parameters
+    python benchmarks/step.py local --device cuda                  # the same on a GPU
+    python benchmarks/step.py pair       # optimizer steps of 2 processes over loopback: DDP's average and AdamW against 1-bit Adam
     python benchmarks/step.py warmup     # training steps through the Trainer, 2 processes: ddp against the dense stage of onebit_adam
 
 ``local`` runs the whole optimizer step of a rank of 2 (``--ranks``) whose collectives are copies in memory: compress, server part (half of
@@ -22,7 +25,6 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-import slow_network
 from _common import (
     RESULTS,
     echo_group,
@@ -36,14 +38,26 @@ from _common import (
 )
 
 
-def _setting(layers: int) -> slow_network.Setting:
-    return slow_network.Setting([], 512, layers, 1, 64, 1, 1, 16.0, 0.0)
+def _model(width: int, layers: int, device: str = "cpu") -> Any:
+    """A transformer of about ``12 * layers * width^2`` parameters, with gradients."""
+    import torch
+
+    net = transformer(width, layers, device)
+    for p in net.parameters():
+        p.grad = torch.randn_like(p) * 1e-3
+    return net
 
 
 def local(
-    threads: int, repeats: int, layers: int, bucket_mb: list[float], ranks: int, algorithm: str = "onebit_adam"
+    threads: int,
+    repeats: int,
+    shape: tuple[int, int],
+    bucket_mb: list[float],
+    ranks: int,
+    algorithm: str = "onebit_adam",
+    device: str = "cpu",
 ) -> dict[str, Any]:
-    """The compressed step of a transformer of about ``3.15 M * layers`` parameters, in one process."""
+    """The compressed step of a transformer of some width and number of layers, in one process."""
     import torch
 
     from lightning_onebit.algorithms import OnebitAdam, OnebitLamb
@@ -54,27 +68,24 @@ def local(
     candidates = {}
     elements = 0
 
-    def model() -> Any:
-        net = transformer(_setting(layers).width, layers)
-        for p in net.parameters():
-            p.grad = torch.randn_like(p) * 1e-3
-        return net
+    def timed(call: Any) -> Any:
+        return call if device == "cpu" else lambda: (call(), torch.cuda.synchronize())
 
-    base = model()
+    base = _model(*shape, device)
     elements = sum(p.numel() for p in base.parameters())
     fused = torch.optim.AdamW(base.parameters(), lr=1e-4, fused=True)
-    candidates["AdamW fused"] = fused.step
-    copies = [torch.empty(elements), torch.empty(elements)]
-    candidates["copy of the gradient"] = lambda: copies[0].copy_(copies[1])
+    candidates["AdamW fused"] = timed(fused.step)
+    copies = [torch.empty(elements, device=device), torch.empty(elements, device=device)]
+    candidates["copy of the gradient"] = timed(lambda: copies[0].copy_(copies[1]))
     variants: dict[str, dict[str, Any]] = {
         "onebit step": {},
         "onebit, bf16 state": {"state_dtype": "bfloat16"},
     }
     for size in bucket_mb:
         for name, options in variants.items():
-            exchange = ExchangeOptions(process_group=echo_group(ranks), bucket_mb=size, kernels="cpu", **options)
-            optimizer = optimizer_class(model().parameters(), 1e-4, freeze_step=1, exchange=exchange)
-            candidates[f"{name}, {size:g} MB buckets"] = optimizer.step
+            exchange = ExchangeOptions(process_group=echo_group(ranks), bucket_mb=size, kernels=device, **options)
+            optimizer = optimizer_class(_model(*shape, device).parameters(), 1e-4, freeze_step=1, exchange=exchange)
+            candidates[f"{name}, {size:g} MB buckets"] = timed(optimizer.step)
     seconds = side_by_side(candidates, repeats=repeats)
     ratios = {name: ratio(seconds, name, "AdamW fused") for name in candidates}
     return {
@@ -87,6 +98,64 @@ def local(
     }
 
 
+def _pair_rank(rank: int, store: str, out: str, shape: tuple[int, int], repeats: int) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from lightning_onebit.algorithms import OnebitAdam
+    from lightning_onebit.engine import ExchangeOptions
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dense, ours, narrow = (_model(*shape) for _ in range(3))
+    elements = sum(p.numel() for p in dense.parameters())
+    torch.manual_seed(rank)
+    for net in (dense, ours, narrow):
+        for p in net.parameters():
+            p.grad.normal_(std=1e-3)
+    adamw = torch.optim.AdamW(dense.parameters(), lr=1e-4, fused=True)
+    grads = torch.zeros(elements)
+    buckets = grads.split(25 * 2**20 // 4)
+
+    def average() -> None:
+        """What DDP does for a step but for hooks: gradients into buckets of 25 MB, which are averaged; then AdamW."""
+        torch.cat([p.grad.view(-1) for p in dense.parameters()], out=grads)
+        for work in [dist.all_reduce(bucket, async_op=True) for bucket in buckets]:
+            work.wait()
+        adamw.step()
+
+    candidates = {"DDP's average, AdamW fused": average}
+    for name, net, dtype in (("1-bit Adam", ours, "float32"), ("1-bit Adam, bf16 state", narrow, "bfloat16")):
+        exchange = ExchangeOptions(state_dtype=dtype)
+        candidates[name] = OnebitAdam(net.parameters(), 1e-4, freeze_step=1, refresh="never", exchange=exchange).step
+
+    def together(call: Any) -> Any:
+        return lambda: (dist.barrier(), call())
+
+    floor = side_by_side({"barrier": dist.barrier}, repeats=repeats)
+    seconds = side_by_side({name: together(call) for name, call in candidates.items()}, repeats=repeats)
+    if rank == 0:
+        result = {
+            "elements": elements,
+            "barrier_seconds": medians(floor)["barrier"],
+            "median_seconds": medians(seconds),
+        }
+        result["over_ddp"] = {name: ratio(seconds, name, "DDP's average, AdamW fused") for name in candidates}
+        Path(out).write_text(json.dumps(result))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def pair(shape: tuple[int, int], repeats: int) -> dict[str, Any]:
+    """Optimizer steps of two processes of one thread each, which meet over loopback."""
+    import torch.multiprocessing as mp
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = f"{folder}/result.json"
+        mp.spawn(_pair_rank, (f"{folder}/store", out, shape, repeats), nprocs=2)
+        return json.loads(Path(out).read_text())
+
+
 def _train(strategy: str, out: Path, layers: int, steps: int) -> None:
     import lightning.pytorch as pl
     import torch
@@ -97,7 +166,7 @@ def _train(strategy: str, out: Path, layers: int, steps: int) -> None:
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net = transformer(_setting(layers).width, layers)
+            self.net = transformer(512, layers)
             self.marks: list[float] = []
 
         def training_step(self, batch: Any, _: int) -> Any:
@@ -163,8 +232,10 @@ def warmup(layers: int, steps: int, turns: int) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["local", "warmup", "train"])
+    parser.add_argument("what", choices=["local", "pair", "warmup", "train"])
     parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=512, help="local, pair: of the transformer")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="local")
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--ranks", type=int, default=2, help="local: of the world whose rank is measured")
     parser.add_argument("--repeats", type=int, default=21)
@@ -181,10 +252,17 @@ def main() -> None:
         _train(args.strategy, args.out, args.layers, args.steps)
         return
     if args.what == "local":
-        result = local(args.threads, args.repeats, args.layers, args.bucket_mb, args.ranks, args.algorithm)
+        shape = args.width, args.layers
+        result = local(args.threads, args.repeats, shape, args.bucket_mb, args.ranks, args.algorithm, args.device)
         print(f"{result['elements'] / 1e6:.1f} M parameters, {result['threads']} threads")
         for name, value in result["median_seconds"].items():
             print(f"  {name:<28}{value * 1e3:>9.2f} ms{result['over_adamw_fused'][name]:>8.2f}x AdamW fused")
+        values = {name: value * 1e3 for name, value in result["median_seconds"].items()}
+    elif args.what == "pair":
+        result = pair((args.width, args.layers), args.repeats)
+        print(f"{result['elements'] / 1e6:.2f} M parameters; a barrier takes {result['barrier_seconds'] * 1e3:.2f} ms")
+        for name, value in result["median_seconds"].items():
+            print(f"  {name:<28}{value * 1e3:>9.2f} ms{result['over_ddp'][name]:>8.2f}x")
         values = {name: value * 1e3 for name, value in result["median_seconds"].items()}
     else:
         result = warmup(args.layers, args.steps, args.turns)
@@ -195,6 +273,8 @@ def main() -> None:
         )
         values = {name: value * 1e3 for name, value in result["median_seconds"].items()}
     name = f"step_{args.what}" + ("_lamb" if args.algorithm == "onebit_lamb" else "")
+    name += "_gpu" if args.device == "cuda" else ""
+    name += f"_{args.width}x{args.layers}" if (args.width, args.layers) != (512, 8) else ""
     write_json(args.out / f"{name}.json", {"machine": machine_info(), **result})
     horizontal_bars(args.out / f"{name}.png", values, unit="ms per step (median)", title=f"step.py {args.what}")
 
