@@ -337,6 +337,10 @@ class Watch:
         self._due = {round(k * run.task.steps / run.checks) for k in range(1, run.checks + 1)}
         self._last, self._began = 0, time.perf_counter()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the text, for other processes."""
+        return self.__dict__ | {"_tokens": None}
+
     def due(self, step: int) -> bool:
         """Whether the model is to be checked after this step."""
         return step in self._due

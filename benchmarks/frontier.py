@@ -36,6 +36,7 @@ from typing import Any
 
 import _language
 import torch
+from _ddp import train_ddp
 from _language import Run, corpus, text_id, train_dense, train_world
 from _methods import METHODS, Method
 
@@ -102,7 +103,7 @@ def run_one(task: Task, spec: Spec, device: str, alone: bool) -> dict[str, Any]:
     row |= {"warm_up": task.warm_up, "precision": precision, "device": _processor(device), "text": text_id(task)}
     began = time.perf_counter()
     try:
-        train = {"dense": train_dense, "world": train_world}[METHODS[name].family]
+        train = {"dense": train_dense, "world": train_world, "ddp": train_ddp}[METHODS[name].family]
         watch = train(Run(task, lr, seed, torch.device(device), precision, CHECKS), METHODS[name].make)
         row |= watch.result() | {"validation": watch.validation, "sent": watch.sent}
         if alone:
