@@ -102,9 +102,7 @@ def powersgd(net: DistributedDataParallel, lr: float, task: Task, *, rank: int) 
     net.register_comm_hook(state, one_at_a_time)
     elements = powersgd_elements([p.shape for p in net.parameters()], rank)
     whole = all_reduce_bytes(task)
-    return BehindDDP(
-        net, lr, task, lambda step: whole * (_elements(net) if step <= DENSE_STEPS else elements)
-    )
+    return BehindDDP(net, lr, task, lambda step: whole * (_elements(net) if step <= DENSE_STEPS else elements))
 
 
 def powersgd_elements(shapes: Iterable[Iterable[int]], rank: int) -> int:
