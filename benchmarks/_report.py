@@ -351,17 +351,19 @@ def plot(task: Task, rows: Sequence[Row], costs: Costs | None, stem: Path) -> li
     kept = [(row, mean_curve(row, validation)) for row in rows]
     kept = [(row, losses) for row, losses in kept if losses]
 
-    def draw(axis: Any, x_of: Callable[[Mapping[str, Any]], Sequence[float]], label: str) -> None:
+    def draw(axis: Any, x_of: Callable[[Mapping[str, Any]], Sequence[float]], label: str, scale: str) -> None:
         for row, losses in kept:
-            style = {"color": plt.get_cmap("tab20")(names.index(row.method) % 20), "linewidth": 1.3}
+            # what has sent nothing yet has no place on a logarithmic axis
+            points = [(x, loss) for x, loss in zip(mean_curve(row, x_of), losses, strict=True) if x > 0]
+            style = {"color": plt.get_cmap("tab20")(names.index(row.method) % 20), "linewidth": _width(row.method)}
             dashes = "-" if row.bracketed else "--"
-            axis.plot(mean_curve(row, x_of), losses, dashes, marker=".", markersize=4, label=row.method, **style)
-        axis.set(xscale="log", xlabel=label)
+            axis.plot(*zip(*points, strict=True), dashes, marker=".", markersize=4, label=row.method, **style)
+        axis.set(xscale=scale, xlabel=label)
         axis.set_ylim(top=_top([losses for _, losses in kept]))
 
     paths = [stem.with_name(f"{stem.name}_bytes.png")]
     figure, axis = plt.subplots(figsize=(8, 5))
-    draw(axis, lambda run: run["sent"], "bytes that a worker has sent per parameter")
+    draw(axis, lambda run: run["sent"], "bytes that a worker has sent per parameter", "log")
     axis.set_ylabel("validation loss, nats")
     axis.set_title(f"task {task.name}, {task.workers} workers, {task.steps:,} steps", fontsize=10)
     axis.legend(fontsize=7, ncols=2)
@@ -373,7 +375,7 @@ def plot(task: Task, rows: Sequence[Row], costs: Costs | None, stem: Path) -> li
     paths.append(stem.with_name(f"{stem.name}_time.png"))
     figure, axes = plt.subplots(2, 2, figsize=(11, 8), sharey=True)
     for axis, (label, bandwidth) in zip(axes.flat, BANDWIDTHS.items(), strict=True):
-        draw(axis, lambda run: times(task, run, bandwidth, costs), "seconds")  # noqa: B023
+        draw(axis, lambda run: times(task, run, bandwidth, costs), "seconds", "linear")  # noqa: B023
         axis.set_title(label, fontsize=10)
     axes[0][0].legend(fontsize=6, ncols=2)
     for axis in axes[:, 0]:
@@ -383,6 +385,11 @@ def plot(task: Task, rows: Sequence[Row], costs: Costs | None, stem: Path) -> li
     figure.savefig(paths[1], dpi=150)
     plt.close(figure)
     return paths
+
+
+def _width(method: str) -> float:
+    """Of a line: this library's are thick."""
+    return 2.0 if method.startswith(tuple(ALGORITHMS)) else 1.0
 
 
 def _top(curves: Iterable[Sequence[float]]) -> float:

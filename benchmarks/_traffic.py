@@ -48,7 +48,7 @@ class RealGroup:
 
 def countable(name: str) -> bool:
     """Whether a method really sends what its formula counts. Majority votes do not: here a bit travels as a byte."""
-    return (METHODS[name].family != "dense" and not name.endswith("_vote")) or name == "adamw"
+    return name == "adamw" or (METHODS[name].family != "dense" and not name.endswith(("_vote", PUBLISHED)))
 
 
 def measure_bytes(task: Task, names: Iterable[str], hosts: int, timeout: float = 900.0) -> list[dict[str, Any]]:
