@@ -9,6 +9,8 @@ parameters every ``period`` steps afterwards.
 from __future__ import annotations
 
 import gc
+import importlib.util
+import os
 import pickle
 import tempfile
 from collections.abc import Callable, Iterable
@@ -20,7 +22,6 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from _language import GPT, Exchanging, Run, Task, Watch, all_reduce_bytes, backward, batch, corpus
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 #: dense steps of PowerSGD, the fewest that torch allows
@@ -29,6 +30,8 @@ DENSE_STEPS = 2
 LEAST_RATE = 2
 #: steps from one average of post-local SGD to the next
 PERIOD = 20
+#: environment variable: a checkout of github.com/bloc97/DeMo, which needs einops
+DEMO_SOURCE = "DEMO_SOURCE"
 
 
 class BehindDDP(Exchanging):
@@ -131,6 +134,31 @@ def post_local_sgd(net: DistributedDataParallel, lr: float, task: Task, *, perio
     return BehindDDP(net, lr, task, sends, PeriodicModelAverager(period, task.warm_up))
 
 
+class DeMo(Exchanging):
+    """DeMo (arXiv 2411.19870) from its authors' ``demo.py``: each worker's largest cosine coefficients, gathered, and a step of signs.
+
+    Bytes are those that it reports itself: 8 for the index of a coefficient and 4 for its value, to every other worker.
+    """
+
+    def __init__(self, net: DistributedDataParallel, lr: float, task: Task) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+        super().__init__(net.parameters(), lr, task, dist.group.WORLD)
+        net.register_comm_hook(None, noop_hook)  # gradients stay each worker's own
+        path = Path(os.environ[DEMO_SOURCE]) / "demo.py"
+        spec = importlib.util.spec_from_file_location("_demo_source", path)
+        assert spec is not None and spec.loader is not None
+        source = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(source)
+        self.inner = source.DeMo(self.param_groups[0]["params"], lr=lr, process_group=self.group)
+
+    def step(self) -> None:  # type: ignore[override]
+        """One step on this worker's gradients."""
+        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+        self.inner.step()
+        self.sent += (self.task.workers - 1) * self.inner.data_transmit
+
+
 def _elements(net: torch.nn.Module) -> int:
     return sum(p.numel() for p in net.parameters())
 
@@ -145,22 +173,23 @@ def train_ddp(run: Run, make: Callable[..., Any]) -> Watch:
         RuntimeError: a worker failed; the message is the last line of what it said.
     """
     with tempfile.TemporaryDirectory() as folder:
+        torch.save(corpus(run.task), Path(folder) / "texts")  # shared memory may be too small for them
         try:
-            mp.spawn(_worker, (run, make, corpus(run.task), folder), nprocs=run.task.workers)
+            mp.spawn(_worker, (run, make, folder), nprocs=run.task.workers)
         except mp.ProcessRaisedException as error:
             raise RuntimeError(str(error).strip().splitlines()[-1]) from error
         watch: Watch = pickle.loads((Path(folder) / "watch").read_bytes())
         return watch
 
 
-def _worker(rank: int, run: Run, make: Callable[..., Any], texts: tuple[Tensor, Tensor], folder: str) -> None:
+def _worker(rank: int, run: Run, make: Callable[..., Any], folder: str) -> None:
     """Trains as one of the processes; the first one leaves its ``Watch`` in the folder."""
     task = run.task
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if run.device.type == "cuda" else "highest")
     store = dist.FileStore(str(Path(folder) / "store"), task.workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=task.workers, timeout=timedelta(minutes=10))
-    train, validation = (tokens.to(run.device) for tokens in texts)
+    train, validation = (tokens.to(run.device) for tokens in torch.load(Path(folder) / "texts"))
     net = DistributedDataParallel(GPT(task, run.seed).to(run.device))
     optimizer = make(net, run.lr, task)
     losses = torch.zeros(task.steps, device=run.device)

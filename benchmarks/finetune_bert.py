@@ -9,8 +9,7 @@ The model is all-MiniLM-L6-v2 (22.7 million parameters, six layers) with a linea
 trained, without dropout. The task: which of five topics has a BBC article, of whose 2,225 the first 128 tokens are read. A fifth is held
 out, the same for all seeds. It is an easy task (93 % after ten steps), so look at the loss too. Three epochs, four workers of eight
 articles. Dense methods see the articles of all workers in one process, the others run in a ``SimulatedWorld``.
-
-A run is one line of ``results/finetune_runs.jsonl`` and is not repeated. Each method's learning rate is searched with seed 0 by the held-out
+A run is one line of ``results/finetune_runs.jsonl`` and is not repeated. Learning rates are searched with seed 0 by the held-out
 loss as ``frontier.py`` does it; seeds 1 to 5 follow at the best one.
 """
 

@@ -14,8 +14,9 @@ seeds 1, 2 and 3 follow at that rate. Within a seed all methods begin with the s
 fails is a result: its loss is infinite.
 
 Methods that exchange run in a ``SimulatedWorld``, dense ones see the batches of all workers in one process, torch's own (``ddp_fp16``,
-``powersgd_*``, ``post_local_sgd``) run in a process per worker. Bytes are those that an efficient implementation sends: a ring all-reduce
-of fp32 gradients for dense methods, a bit to and from the server for majority votes; ``_ddp.py`` says what torch's own send.
+``powersgd_*``, ``post_local_sgd``) and ``demo`` run in a process per worker. Bytes are those that an efficient implementation sends: a
+ring all-reduce of fp32 gradients for dense methods, a bit to and from the server for majority votes; ``_ddp.py`` says what those in
+processes send.
 ``sent`` in a line of a run belongs to the points of ``validation``; until the end these are of the first worker's replica.
 
 Tasks: ``a``, a byte model of 0.45 million parameters and 4 workers; ``a16``, the same data among 16 workers; ``b``, 3.2 million; ``c``,
@@ -44,13 +45,13 @@ import _report
 import _traffic
 import torch
 from _common import write_json
-from _ddp import train_ddp
+from _ddp import DEMO_SOURCE, train_ddp
 from _language import Run, corpus, text_id, train_dense, train_world
 from _methods import METHODS, Method
 from _report import loss_of
 
 RUNS = Path(__file__).resolve().parent / "results" / "frontier_runs.jsonl"
-TABLE, COSTS, BYTES = (RUNS.with_name(f"frontier{end}.json") for end in ("", "_costs", "_bytes"))
+COSTS, BYTES = RUNS.with_name("frontier_costs.json"), RUNS.with_name("frontier_bytes.json")
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
 CHECKS = 10
 #: learning rates this many doublings from the start of the search are not tried
@@ -172,7 +173,7 @@ def wanted(task: Task, only: str, runs: Sequence[Mapping[str, Any]]) -> list[Spe
     """Runs of a study that can be made now: those of the search first, then seed by seed."""
     specs: list[Spec] = []
     for method in METHODS.values():
-        if not re.search(only, method.name) or (method.family == "dense" and task.like):
+        if not re.search(only, method.name) or not method.available or (method.family == "dense" and task.like):
             continue
         missing, best = best_lr(method, task, runs)
         specs += [(method.name, lr, SEARCH_SEED) for lr in missing]
@@ -186,7 +187,7 @@ def given(task: Task, only: str, rates: Mapping[str, Sequence[float]]) -> list[S
     order = GPT2_ORDER if task.name.startswith("c") else tuple((name, 1) for name in METHODS)
     specs: dict[Spec, None] = {}
     for name, factor in order:
-        if re.search(only, name):
+        if re.search(only, name) and METHODS[name].available:
             for lr in rates.get(name, (factor * task.starts[METHODS[name].kind],)):
                 specs[name, lr, SEEDS[0]] = None
     return list(specs)
@@ -324,7 +325,7 @@ def show(arguments: argparse.Namespace, task: Task) -> None:
 
 def measure(arguments: argparse.Namespace, task: Task) -> None:
     """``cost`` and ``bytes``: a file that keeps what other tasks and processors have left in it."""
-    names = [name for name in METHODS if re.search(arguments.only, name)]
+    names = [name for name, method in METHODS.items() if re.search(arguments.only, name) and method.available]
     if arguments.command == "bytes":
         from _network import SlowNetwork
 
@@ -368,7 +369,7 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--lr", action="append", default=[], metavar="METHOD=VALUE", help="with --no-search; several allowed"
     )
-    table = commands.add_parser("table", help="print what there is, and write it to results/frontier.json")
+    table = commands.add_parser("table", help="print what there is, and write it beside the runs")
     plot = commands.add_parser("plot", help="draw the loss against bytes and against time")
     plot.add_argument("--out", type=Path, default=RUNS.parent, help="folder of the pictures")
     first = commands.add_parser("first", help="which method first reaches AdamW's last loss, by bandwidth")
@@ -385,6 +386,8 @@ def _parser() -> argparse.ArgumentParser:
     for command in (plot, first):
         command.add_argument("--compute-ms", type=float, help="of forward and backward, instead of what was measured")
         command.add_argument("--all", action="store_true", help="also methods whose learning rate is not bracketed")
+    for command in (run, cost, traffic):
+        command.add_argument("--demo-src", type=Path, help="checkout of github.com/bloc97/DeMo, for the method demo")
     for command in (run, cost):
         command.add_argument(
             "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
@@ -399,10 +402,12 @@ def main() -> None:
     if arguments.command == "table":
         content = summary(arguments.runs)
         _report.print_table(content)
-        write_json(TABLE, {"rows": content})
+        write_json(arguments.runs.with_name(arguments.runs.stem.removesuffix("_runs") + ".json"), {"rows": content})
         return
     task = TASKS[arguments.task]
     task = task.of_length(arguments.steps) if getattr(arguments, "steps", None) else task
+    if getattr(arguments, "demo_src", None):
+        os.environ[DEMO_SOURCE] = str(arguments.demo_src.resolve())
     try:
         if arguments.command in ("plot", "first"):
             show(arguments, task)

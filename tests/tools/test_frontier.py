@@ -92,7 +92,9 @@ def test_powersgd_sends_both_factors_or_the_whole() -> None:
     assert powersgd_elements([(4, 4)], 1) == 16, "factors are half of it, not less"
 
 
-@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method.family == "ddp"])
+@pytest.mark.parametrize(
+    "name", [name for name, method in METHODS.items() if method.family == "ddp" and method.available]
+)
 def test_torchs_hooks_send_what_is_counted(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a world of one, which issues the collectives of a larger one."""
     task = replace(TINY, workers=4, width=32, warm_up=2)
