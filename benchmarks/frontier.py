@@ -17,7 +17,7 @@ Methods that exchange run in a ``SimulatedWorld``, dense ones see the batches of
 ``powersgd_*``, ``post_local_sgd``) and ``demo`` run in a process per worker. Bytes are those that an efficient implementation sends: a
 ring all-reduce of fp32 gradients for dense methods, a bit to and from the server for majority votes; ``_ddp.py`` says what those in
 processes send.
-``sent`` in a line of a run belongs to the points of ``validation``; until the end these are of the first worker's replica.
+``sent`` in a line of a run belongs to the points of ``validation``, of the first worker's replica on a quarter of the windows of ``loss``.
 
 Tasks: ``a``, a byte model of 0.45 million parameters and 4 workers; ``a16``, the same data among 16 workers; ``b``, 3.2 million; ``c``,
 GPT-2 small on the source of all installed packages (needs ``pip install tokenizers``); ``c_toy``, the same at a toy size.
