@@ -307,7 +307,7 @@ class Run:
         seed: of weights and data.
         device: of model and data.
         precision: of matrix products in training, ``"bf16"`` or ``"fp32"``.
-        checks: how often the model is validated, evenly spread; the last time is at the end, with four times the windows.
+        checks: how often the model is validated, evenly spread; the last time is at the end.
     """
 
     task: Task
@@ -323,7 +323,8 @@ class Watch:
 
     Attributes:
         losses: of training, a mean over workers per step.
-        validation: ``(step, loss)`` of the checks.
+        validation: ``(step, loss)`` of the checks, on the same windows every time.
+        loss: in the end, on four times the windows.
         sent: bytes that a rank has sent per parameter up to each check.
         step_seconds: mean seconds of a step between two checks, validation left out.
     """
@@ -332,10 +333,15 @@ class Watch:
         self.run, self._tokens = run, tokens
         self.losses: list[float] = []
         self.validation: list[tuple[int, float]] = []
+        self.loss = math.nan
         self.sent: list[float] = []
         self.step_seconds: list[float] = []
         self._due = {round(k * run.task.steps / run.checks) for k in range(1, run.checks + 1)}
         self._last, self._began = 0, time.perf_counter()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the text, for other processes."""
+        return self.__dict__ | {"_tokens": None}
 
     def due(self, step: int) -> bool:
         """Whether the model is to be checked after this step."""
@@ -351,11 +357,13 @@ class Watch:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self.step_seconds.append((time.perf_counter() - self._began) / (step - self._last))
-        loss = validation_loss(task, model, self._tokens, 1024 if step == task.steps else 256)
+        loss = validation_loss(task, model, self._tokens, 256)
         self.validation.append((step, round(loss, 5)))
         self.sent.append(round(sent, 4))
         if not math.isfinite(loss):
             raise FloatingPointError(f"diverged within {step} steps")
+        if step == task.steps:
+            self.loss = round(validation_loss(task, model, self._tokens), 5)
         self._last, self._began = step, time.perf_counter()
 
     def result(self) -> dict[str, Any]:
@@ -365,7 +373,7 @@ class Watch:
         curve = [round(statistics.fmean(losses[k : k + width]), 4) for k in range(0, len(losses), width)]
         worst = round(max(losses[len(losses) // 10 :]), 3)
         nbytes = round(self.sent[-1] / self.run.task.steps, 4)
-        return {"loss": self.validation[-1][1], "worst": worst, "curve": curve, "bytes": nbytes}
+        return {"loss": self.loss, "worst": worst, "curve": curve, "bytes": nbytes}
 
 
 def all_reduce_bytes(task: Task, element: float = 4.0) -> float:

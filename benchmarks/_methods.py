@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from _ddp import DEMO_SOURCE, DeMo, dense, post_local_sgd, powersgd
 from _language import Exchanging, SignDescent, Task, all_reduce_bytes
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -20,15 +23,22 @@ class Method:
 
     Attributes:
         name: of the method.
-        family: ``"dense"`` (one process, the mean gradient) or ``"world"`` (a ``SimulatedWorld``).
-        make: makes the optimizer: from ``(parameters, lr, task)``, in a world also of the worker's group.
+        family: ``"dense"`` (one process, the mean gradient), ``"world"`` (a ``SimulatedWorld``) or ``"ddp"`` (a process per worker).
+        make: makes the optimizer: from ``(parameters, lr, task)``, in a world also of the worker's group; with DDP from the wrapped model.
         kind: of its learning rate: ``"adam"``, ``"lamb"`` or ``"sign"``; a task says where the search of each begins.
+        source: environment variable that names a checkout of its authors' code; without it the method is not run.
     """
 
     name: str
     family: str
     make: Callable[..., Any]
     kind: str
+    source: str = ""
+
+    @property
+    def available(self) -> bool:
+        """Whether it can be run here."""
+        return not self.source or self.source in os.environ
 
 
 class MajorityVote(Exchanging):
@@ -146,6 +156,11 @@ def _methods() -> dict[str, Method]:
         Method("diloco", "world", DiLoCo, "adam"),
         Method("sign_vote", "world", lambda *given: MajorityVote(*given, lion=False), "sign"),
         Method("lion_vote", "world", lambda *given: MajorityVote(*given, lion=True), "sign"),
+        Method("ddp_fp16", "ddp", partial(dense, width=2.0), "adam"),
+        Method("powersgd_1", "ddp", partial(powersgd, rank=1), "adam"),
+        Method("powersgd_4", "ddp", partial(powersgd, rank=4), "adam"),
+        Method("post_local_sgd", "ddp", post_local_sgd, "adam"),
+        Method("demo", "ddp", DeMo, "sign", DEMO_SOURCE),
         Method("onebit_adam_published", "world", _library(ob.OnebitAdam, **frozen, recipe="published"), "adam"),
         Method("zero_one_adam_published", "world", _library(ob.ZeroOneAdam, **frozen, recipe="published"), "adam"),
         Method("binsgdm_published", "world", _library(ob.BinSGDM, recipe="published"), "sign"),

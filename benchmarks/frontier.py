@@ -2,16 +2,22 @@
 
     python benchmarks/frontier.py run --task a --jobs 2          run what is missing of a task
     python benchmarks/frontier.py run --task c --no-search       GPT-2 small on a GPU, at given learning rates, seed 1
-    python benchmarks/frontier.py table                          what there is
+    python benchmarks/frontier.py table                          every method at its best learning rate; results/frontier.json
+    python benchmarks/frontier.py cost --task a                  a step's computing and local work, which these two need:
+    python benchmarks/frontier.py plot --task a                  loss against bytes, and against time at four bandwidths
+    python benchmarks/frontier.py first --task a                 which method reaches AdamW's last loss first, by bandwidth
+    sudo python benchmarks/frontier.py bytes --task a            formulas against what the kernel counts
 
 A run is one line of ``benchmarks/results/frontier_runs.jsonl``. A run that is there is not repeated, so an interrupted study goes on.
 The learning rate of each method is searched with seed 0, on a grid of factor 2, until the best one has a worse neighbour on both sides;
 seeds 1, 2 and 3 follow at that rate. Within a seed all methods begin with the same weights and see the same data. A run that diverges or
 fails is a result: its loss is infinite.
 
-Methods that exchange run in a ``SimulatedWorld``, dense ones see the batches of all workers in one process. Bytes are those that an
-efficient implementation sends: a ring all-reduce of fp32 gradients for dense methods, a bit to and from the server for majority votes.
-``sent`` in a line of a run belongs to the points of ``validation``; until the end these are of the first worker's replica.
+Methods that exchange run in a ``SimulatedWorld``, dense ones see the batches of all workers in one process, torch's own (``ddp_fp16``,
+``powersgd_*``, ``post_local_sgd``) and ``demo`` run in a process per worker. Bytes are those that an efficient implementation sends: a
+ring all-reduce of fp32 gradients for dense methods, a bit to and from the server for majority votes; ``_ddp.py`` says what those in
+processes send.
+``sent`` in a line of a run belongs to the points of ``validation``, of the first worker's replica on a quarter of the windows of ``loss``.
 
 Tasks: ``a``, a byte model of 0.45 million parameters and 4 workers; ``a16``, the same data among 16 workers; ``b``, 3.2 million; ``c``,
 GPT-2 small on the source of all installed packages (needs ``pip install tokenizers``); ``c_toy``, the same at a toy size.
@@ -28,18 +34,24 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import _language
+import _report
+import _traffic
 import torch
+from _common import write_json
+from _ddp import DEMO_SOURCE, train_ddp
 from _language import Run, corpus, text_id, train_dense, train_world
 from _methods import METHODS, Method
+from _report import loss_of
 
 RUNS = Path(__file__).resolve().parent / "results" / "frontier_runs.jsonl"
+COSTS, BYTES = RUNS.with_name("frontier_costs.json"), RUNS.with_name("frontier_bytes.json")
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
 CHECKS = 10
 #: learning rates this many doublings from the start of the search are not tried
@@ -56,7 +68,7 @@ class Task(_language.Task):
         like: the task whose dense runs count here too: it sees the same data, shared out among other workers.
     """
 
-    starts: Mapping[str, float] = field(default_factory=dict, kw_only=True)
+    starts: Mapping[str, float] = field(default_factory=dict, kw_only=True, hash=False)
     precision: str = field(default="fp32", kw_only=True)
     like: str = field(default="", kw_only=True)
 
@@ -102,7 +114,7 @@ def run_one(task: Task, spec: Spec, device: str, alone: bool) -> dict[str, Any]:
     row |= {"warm_up": task.warm_up, "precision": precision, "device": _processor(device), "text": text_id(task)}
     began = time.perf_counter()
     try:
-        train = {"dense": train_dense, "world": train_world}[METHODS[name].family]
+        train = {"dense": train_dense, "world": train_world, "ddp": train_ddp}[METHODS[name].family]
         watch = train(Run(task, lr, seed, torch.device(device), precision, CHECKS), METHODS[name].make)
         row |= watch.result() | {"validation": watch.validation, "sent": watch.sent}
         if alone:
@@ -124,20 +136,12 @@ def _processor(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else "cpu"
 
 
-def loss_of(run: Mapping[str, Any]) -> float:
-    """Validation loss; infinite for a run that failed or diverged."""
-    loss = run.get("loss", math.inf)
-    return loss if math.isfinite(loss) else math.inf
-
-
 # ----- the study ------------------------------------------------------------------------------------------------------
 
 
 def read_runs(path: Path, task: Task, text: str, precision: str) -> list[dict[str, Any]]:
     """The runs there are of a task, of its number of steps, on this text and in this precision."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    runs = [json.loads(line) for line in lines if line]
-    runs = [run for run in runs if (run["task"], run["steps"]) == (task.name, task.steps)]
+    runs = [run for run in read_lines(path) if (run["task"], run["steps"]) == (task.name, task.steps)]
     return [run for run in runs if (run["text"], run["precision"]) == (text, precision)]
 
 
@@ -169,7 +173,7 @@ def wanted(task: Task, only: str, runs: Sequence[Mapping[str, Any]]) -> list[Spe
     """Runs of a study that can be made now: those of the search first, then seed by seed."""
     specs: list[Spec] = []
     for method in METHODS.values():
-        if not re.search(only, method.name) or (method.family == "dense" and task.like):
+        if not re.search(only, method.name) or not method.available or (method.family == "dense" and task.like):
             continue
         missing, best = best_lr(method, task, runs)
         specs += [(method.name, lr, SEARCH_SEED) for lr in missing]
@@ -183,7 +187,7 @@ def given(task: Task, only: str, rates: Mapping[str, Sequence[float]]) -> list[S
     order = GPT2_ORDER if task.name.startswith("c") else tuple((name, 1) for name in METHODS)
     specs: dict[Spec, None] = {}
     for name, factor in order:
-        if re.search(only, name):
+        if re.search(only, name) and METHODS[name].available:
             for lr in rates.get(name, (factor * task.starts[METHODS[name].kind],)):
                 specs[name, lr, SEEDS[0]] = None
     return list(specs)
@@ -266,30 +270,76 @@ class Study:
         )
 
 
-# ----- the tables -----------------------------------------------------------------------------------------------------
+# ----- what came out --------------------------------------------------------------------------------------------------
 
 
-def summary(path: Path) -> Iterator[dict[str, Any]]:
-    """A row per task, number of steps, text, method and learning rate: losses by seed, bytes per parameter and step."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    found: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for run in map(json.loads, lines):
-        found.setdefault(tuple(run[name] for name in ("task", "steps", "text", "method", "lr")), []).append(run)
-    for (task, steps, text, method, lr), runs in sorted(found.items()):
-        row = {"task": task, "steps": steps, "text": text, "method": method, "lr": lr}
-        row["losses"] = {run["seed"]: loss_of(run) for run in runs}
-        row["bytes"] = next((run["bytes"] for run in runs if "bytes" in run), math.nan)
-        yield row
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """All lines of a file of runs; none if there is no file."""
+    return [json.loads(line) for line in path.read_text().splitlines() if line] if path.exists() else []
 
 
-def table(path: Path) -> None:
-    """Prints ``summary``."""
-    print(f"{'task':6} {'steps':>5} {'text':8} {'method':24} {'lr':>9} {'B/param':>8}  losses by seed")
-    for row in summary(path):
-        losses = "  ".join(f"{seed}: {loss:.4f}" for seed, loss in sorted(row["losses"].items()))
-        print(
-            f"{row['task']:6} {row['steps']:5} {row['text']:8} {row['method']:24} {row['lr']:9.3g} {row['bytes']:8.3f}  {losses}"
+def summary(path: Path) -> list[dict[str, Any]]:
+    """``_report.table`` of a file of runs."""
+    return _report.table(read_lines(path), TASKS, SEEDS, SEARCH_SEED)
+
+
+def rows_of(path: Path, task: Task, only: str, everything: bool) -> tuple[list[_report.Row], list[Mapping[str, Any]]]:
+    """Methods of a task to be shown, and its runs: of the text and precision that most of them have.
+
+    Raises:
+        ValueError: there are none.
+    """
+    found = {
+        key: runs for key, runs in _report.groups(read_lines(path), TASKS).items() if key[:2] == (task.name, task.steps)
+    }
+    if not found:
+        raise ValueError(f"{path} has no run of task {task.name} with {task.steps} steps; `frontier.py run` makes them")
+    runs = max(found.values(), key=len)
+    rows = [row for row in _report.best_rows(runs, SEEDS, SEARCH_SEED) if row.method in METHODS]
+    return [row for row in rows if re.search(only, row.method) and (everything or row.bracketed)], runs
+
+
+def show(arguments: argparse.Namespace, task: Task) -> None:
+    """``plot`` and ``first``.
+
+    Raises:
+        ValueError: nothing to show, or for ``first`` no costs.
+    """
+    rows, runs = rows_of(arguments.runs, task, arguments.only, arguments.all)
+    device = next((run["device"] for run in runs), "cpu")
+    costs = _report.read_costs(COSTS, task, device, runs, arguments.compute_ms)
+    if costs is None:
+        message = (
+            f"no costs of a step on {device}: `frontier.py cost --task {task.name}` measures them, or give --compute-ms"
         )
+        if arguments.command == "first":
+            raise ValueError(message)
+        print(f"{message}; there is no picture over time")
+    if arguments.command == "first":
+        assert costs is not None
+        _report.print_first(task, rows, costs)
+        return
+    for path in _report.plot(task, rows, costs, arguments.out / f"frontier_{task.name}"):
+        print(f"wrote {path}")
+
+
+def measure(arguments: argparse.Namespace, task: Task) -> None:
+    """``cost`` and ``bytes``: a file that keeps what other tasks and processors have left in it."""
+    names = [name for name, method in METHODS.items() if re.search(arguments.only, name) and method.available]
+    if arguments.command == "bytes":
+        from _network import SlowNetwork
+
+        if reason := SlowNetwork.requirement():
+            raise ValueError(reason)
+        path, key = BYTES, f"{task.name} {arguments.hosts} hosts"
+        found: Any = _traffic.measure_bytes(task, [name for name in names if _traffic.countable(name)], arguments.hosts)
+        _traffic.print_bytes(found)
+    else:
+        path, key = COSTS, f"{task.name} {_processor(arguments.device)}"
+        found = _traffic.measure_costs(task, arguments.device, _precision(task, arguments.device), names)
+        print(json.dumps(found, indent=1))
+    stored = json.loads(path.read_text()) if path.exists() else {}
+    write_json(path, stored | {key: found})
 
 
 def _rates(options: Sequence[str]) -> dict[str, list[float]]:
@@ -307,35 +357,72 @@ def _rates(options: Sequence[str]) -> dict[str, list[float]]:
     return rates
 
 
-def main() -> None:
-    """The command line."""
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="run what is missing of a task")
-    run.add_argument("--task", choices=TASKS, default="a")
-    run.add_argument("--only", default=".", help="regular expression: methods to run")
     run.add_argument("--jobs", type=int, default=2, help="runs at once, on CPUs; on a GPU there is one")
     run.add_argument("--minutes", type=float, help="begin no run that is likely to end after so long")
-    run.add_argument("--steps", type=int, help="another number of steps, rise and warm-up in proportion")
-    run.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     run.add_argument(
         "--no-search", action="store_true", help="seed 1 only, at the task's learning rates or those of --lr"
     )
     run.add_argument(
         "--lr", action="append", default=[], metavar="METHOD=VALUE", help="with --no-search; several allowed"
     )
-    shown = commands.add_parser("table", help="print what there is")
-    for command in (run, shown):
+    table = commands.add_parser("table", help="print what there is, and write it beside the runs")
+    plot = commands.add_parser("plot", help="draw the loss against bytes and against time")
+    plot.add_argument("--out", type=Path, default=RUNS.parent, help="folder of the pictures")
+    first = commands.add_parser("first", help="which method first reaches AdamW's last loss, by bandwidth")
+    cost = commands.add_parser("cost", help="measure computing and the optimizers' own work")
+    traffic = commands.add_parser("bytes", help="hold formulas against what the kernel counts; needs root and iproute2")
+    traffic.add_argument("--hosts", type=int, default=2, help="processes, each in a network namespace")
+    for command in (run, plot, first, cost, traffic):
+        command.add_argument("--task", choices=TASKS, default="a")
+        command.add_argument("--only", default=".", help="regular expression of methods")
+    for command in (run, plot, first):
+        command.add_argument("--steps", type=int, help="another number of steps, rise and warm-up in proportion")
+    for command in (run, table, plot, first):
         command.add_argument("--runs", type=Path, default=RUNS, help="file of runs")
+    for command in (plot, first):
+        command.add_argument("--compute-ms", type=float, help="of forward and backward, instead of what was measured")
+        command.add_argument("--all", action="store_true", help="also methods whose learning rate is not bracketed")
+    for command in (run, cost, traffic):
+        command.add_argument("--demo-src", type=Path, help="checkout of github.com/bloc97/DeMo, for the method demo")
+    for command in (run, cost):
+        command.add_argument(
+            "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
+        )
+    return parser
+
+
+def main() -> None:
+    """The command line."""
+    parser = _parser()
     arguments = parser.parse_args()
-    if arguments.command == "run":
-        task = TASKS[arguments.task]
-        task = task.of_length(arguments.steps) if arguments.steps else task
-        if arguments.lr and not arguments.no_search:
-            parser.error("--lr is for --no-search; a search finds learning rates itself")
-        fixed = given(task, arguments.only, _rates(arguments.lr)) if arguments.no_search else None
-        Study(task, arguments.runs, arguments.device, arguments.jobs, arguments.minutes, arguments.only, fixed).run()
-    table(arguments.runs)
+    if arguments.command == "table":
+        content = summary(arguments.runs)
+        _report.print_table(content)
+        write_json(arguments.runs.with_name(arguments.runs.stem.removesuffix("_runs") + ".json"), {"rows": content})
+        return
+    task = TASKS[arguments.task]
+    task = task.of_length(arguments.steps) if getattr(arguments, "steps", None) else task
+    if getattr(arguments, "demo_src", None):
+        os.environ[DEMO_SOURCE] = str(arguments.demo_src.resolve())
+    try:
+        if arguments.command in ("plot", "first"):
+            show(arguments, task)
+        elif arguments.command in ("cost", "bytes"):
+            measure(arguments, task)
+        else:
+            if arguments.lr and not arguments.no_search:
+                raise ValueError("--lr is for --no-search; a search finds learning rates itself")
+            fixed = given(task, arguments.only, _rates(arguments.lr)) if arguments.no_search else None
+            Study(
+                task, arguments.runs, arguments.device, arguments.jobs, arguments.minutes, arguments.only, fixed
+            ).run()
+            _report.print_table(summary(arguments.runs))
+    except ValueError as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":
