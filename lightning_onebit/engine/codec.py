@@ -53,6 +53,7 @@ class Codec(Wire):
         return []
 
     def received_buffer(self, bucket: Bucket, sent: Tensor) -> Tensor:
+        """Where round 1 writes."""
         return torch.empty_like(sent)
 
     def look_up(self, bucket: Bucket) -> None:
@@ -133,6 +134,7 @@ class OneBit(Codec):
         return super().contribution(bucket) if flat is None else flat
 
     def received_buffer(self, bucket: Bucket, sent: Tensor) -> Tensor:
+        """See the base: the same memory at every step."""
         return self.kept.buffer(bucket, "received", self.kept.layout.ranks.nodes).raw
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
@@ -238,7 +240,6 @@ def first_bad(arrived: Sequence[tuple[Bucket, Tensor]]) -> Bucket | None:
     if not arrived:
         return None
     packed = [Packed(raw, b.blocks // raw.shape[0], b.block_size) for b, raw in arrived]
-    sums = torch.stack(
-        [p.scales.sum(dtype=torch.float64) for p in packed]
-    ).tolist()  # finite if all of them are (fp32) numbers
+    # finite if all of them are (fp32) numbers
+    sums = torch.stack([p.scales.sum(dtype=torch.float64) for p in packed]).tolist()
     return next((bucket for (bucket, _), total in zip(arrived, sums, strict=True) if not math.isfinite(total)), None)

@@ -126,7 +126,11 @@ class Early:
     def _launch(self, bucket: Bucket) -> None:
         """Sends a bucket; from here on all ranks have to end the exchange, whether or not the step is made."""
         assert self._session is not None
-        self._session.launch(bucket)
+        try:
+            self._session.launch(bucket)
+        except BaseException:
+            self.forget()  # nothing has been written, and nobody can end it
+            raise
 
     def launch_rest(self) -> None:
         """Sends the buckets of which gradients have not landed; those count as zeros."""
@@ -141,8 +145,9 @@ class Early:
             self.arm(step)
         self.launch_rest()
         assert self._session is not None and self._codec is not None
-        self._session.finish()
-        codec, self._codec = self._codec, None
+        session, codec = self._session, self._codec
+        self.forget()
+        session.finish()
         return codec
 
     def abandon(self) -> None:

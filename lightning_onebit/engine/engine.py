@@ -161,7 +161,6 @@ class Engine:
         """The rest of a step that backward has begun."""
         codec = self.early.complete(step)
         self._agree_now_and_then()
-        self.early.forget()
         step.make_early(codec)
 
     def _end(self, step: Step) -> None:

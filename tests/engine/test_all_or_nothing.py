@@ -320,6 +320,30 @@ def test_between_a_backward_that_has_sent_gradients_and_the_step_the_last_step_c
     assert SimulatedWorld(2, timeout=30).run(early) == [[True, False, 6]] * 2
 
 
+def failing_early(group: Any, number: int) -> list[Any]:
+    """A step whose exchange fails on all ranks, then the same step from the state that could be saved meanwhile."""
+    optimizer, params = build("onebit_adam sent early", group)
+    for t in range(5):
+        make_step(optimizer, params, t, group.rank)
+    before = taken(optimizer, params)
+    with pytest.raises((CollectiveFailure, Ended)), Breaking("wait", number):
+        make_step(optimizer, params, 5, group.rank)
+    whole = alike(before, taken(optimizer, params))
+    state, own = optimizer.state_dict(), optimizer.residual_state_dict()
+    optimizer.load_state_dict(state)
+    optimizer.load_residual_state_dict(own)
+    make_step(optimizer, params, 5, group.rank)
+    return [whole, optimizer.torn, optimizer.steps, *(p.detach().clone() for p in params)]
+
+
+@pytest.mark.usefixtures("waits")
+@pytest.mark.parametrize("number", [0, 2, 5])
+def test_an_exchange_that_backward_has_begun_and_that_fails_is_forgotten(number: int) -> None:
+    found = SimulatedWorld(2, timeout=30).run(failing_early, number)
+    assert [rank[:3] for rank in found] == [[True, False, 6]] * 2
+    assert alike(found[0][3:], found[1][3:])
+
+
 # ----- values that are not finite ----------------------------------------------------------------------------------------------------
 
 
