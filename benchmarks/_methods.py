@@ -131,10 +131,11 @@ def _adamw(beta2: float) -> Callable[..., Any]:
     return lambda params, lr, task: torch.optim.AdamW(params, lr=lr, betas=(0.9, beta2), weight_decay=0.0, fused=True)
 
 
-def _library(cls: type[Any], **options: Any) -> Callable[..., Any]:
+def _library(cls: type[Any], state_dtype: Any = "float32", **options: Any) -> Callable[..., Any]:
     def make(params: Any, lr: float, task: Task, group: Any) -> Any:
         resolved = {name: value(task) if callable(value) else value for name, value in options.items()}
-        return cls(params, lr=lr, exchange=ob.ExchangeOptions(process_group=group), **resolved)
+        exchange = ob.ExchangeOptions(process_group=group, state_dtype=state_dtype)
+        return cls(params, lr=lr, exchange=exchange, **resolved)
 
     return make
 
@@ -161,6 +162,8 @@ def _methods() -> dict[str, Method]:
         Method("powersgd_4", "ddp", partial(powersgd, rank=4), "adam"),
         Method("post_local_sgd", "ddp", post_local_sgd, "adam"),
         Method("demo", "ddp", DeMo, "sign", DEMO_SOURCE),
+        Method("onebit_adam_16bit", "world", _library(ob.OnebitAdam, "bfloat16", **frozen), "adam"),
+        Method("zero_one_adam_16bit", "world", _library(ob.ZeroOneAdam, "bfloat16", **frozen), "adam"),
         Method("onebit_adam_published", "world", _library(ob.OnebitAdam, **frozen, recipe="published"), "adam"),
         Method("zero_one_adam_published", "world", _library(ob.ZeroOneAdam, **frozen, recipe="published"), "adam"),
         Method("binsgdm_published", "world", _library(ob.BinSGDM, recipe="published"), "sign"),
