@@ -184,23 +184,18 @@ class Link:
     ) -> Callable[[], Control]:
         """Sends what a control round needs of this rank; what it returns waits for the others and ends the round."""
         assert self.transport is not None
-        transport = self.transport
-        answer = begin_control(transport, squares, non_finite, present, device, self.agreement.digest)
-        return lambda: self.agreed(answer(), step, device)
-
-    def agreed(self, control: Control, step: int, device: torch.device) -> Control:
-        """A verdict of ranks that have the same hyperparameters.
-
-        Raises:
-            PlanMismatch: on all ranks where they have not.
-        """
-        if control.agreed:
-            self.agreement.reached()
-            return control
-        assert self.transport is not None
         transport, facts = self.transport, self.agreement.facts
-        self._name_difference(step, lambda: handshake(transport, facts(), device, _OPTIONS))
-        return control
+        answer = begin_control(transport, squares, non_finite, present, device, self.agreement.digest)
+
+        def end() -> Control:
+            control = answer()
+            if control.agreed:
+                self.agreement.reached()
+            else:
+                self._name_difference(step, lambda: handshake(transport, facts(), device, _OPTIONS))
+            return control
+
+        return end
 
     def control_shards(
         self, step: int, squares: Sequence[float], bad: bool, flags: Sequence[bool], device: torch.device
