@@ -19,6 +19,7 @@ from lightning_onebit.comm import (
     Topology,
     Transport,
     begin_control,
+    control_round,
     handshake,
 )
 from lightning_onebit.engine.agreement import Agreement
@@ -233,4 +234,4 @@ class Link:
         if self.ranks.size == 1:
             return flag
         assert self.transport is not None
-        return not begin_control(self.transport, 0.0, int(flag), [], device)().finite
+        return not control_round(self.transport, 0.0, int(flag), [], device).finite

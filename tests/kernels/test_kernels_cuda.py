@@ -99,10 +99,10 @@ def test_sixteen_byte_loads_are_used_where_alignment_allows(shims: dict[str, Cud
         for block_size, kernel in [(2048, "onebit_compress_vectors_flat"), (96, "onebit_compress_flat")]:
             runtime.launches.clear()
             assert not compare(kernels, name, block_size, (5000,))
-            assert set(runtime.launches) == {kernel + suffix}
+            assert runtime.launches == [kernel + suffix] * 2
         runtime.launches.clear()
         assert not compare(kernels, name, 2048, (5000,), unaligned)
-        assert set(runtime.launches) == {"onebit_compress_flat" + suffix}
+        assert runtime.launches == ["onebit_compress_flat" + suffix] * 2
 
 
 @pytest.mark.parametrize("block_size", [96, 2048])
