@@ -5,9 +5,11 @@ from lightning_onebit.comm.control import (
     Control,
     PlanMismatch,
     begin_control,
+    control_payload,
     control_payload_bytes,
     control_round,
     handshake,
+    read_control,
     share_values,
 )
 from lightning_onebit.comm.exchange import Codec, Exchange, ExchangeSession, chunk_order, mean_in_order
@@ -41,6 +43,7 @@ __all__ = [
     "Transport",
     "begin_control",
     "chunk_order",
+    "control_payload",
     "control_payload_bytes",
     "control_round",
     "disconnect",
@@ -53,6 +56,7 @@ __all__ = [
     "memory_order",
     "peer_bytes",
     "plan_buckets",
+    "read_control",
     "ring_bytes",
     "share_values",
     "torn_down_last",

@@ -19,8 +19,34 @@ _HEADER = struct.Struct("<dI")
 
 
 def control_payload_bytes(parameters: int) -> int:
-    """Bytes that a rank puts into a control round: 12 and one bit per parameter."""
-    return _HEADER.size + -(-parameters // 8)
+    """Bytes with which a rank tells of its gradients: 12 and one bit per parameter, a multiple of 4."""
+    return _HEADER.size + 4 * -(-parameters // 32)
+
+
+def control_payload(sum_squares: float, non_finite: int, present: Sequence[bool], digest: int) -> bytes:
+    """What a rank tells of its gradients; see ``begin_control``."""
+    bits = np.packbits(np.array(present, dtype=bool), bitorder="little").tobytes()
+    payload = _HEADER.pack(sum_squares, digest << 1 | (non_finite > 0)) + bits
+    return payload.ljust(control_payload_bytes(len(present)), b"\0")
+
+
+def read_control(rows: np.ndarray, parameters: int) -> Control:
+    """What all ranks have told.
+
+    Args:
+        rows: uint8 ``(ranks, bytes)``, ``control_payload()`` of each.
+        parameters: how many each tells of.
+    """
+    heads = list(_HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()))
+    total = 0.0
+    for squares, _ in heads:  # sum() adds floats otherwise since Python 3.12
+        total += squares
+    bad = any(flags & 1 for _, flags in heads)
+    merged = np.bitwise_or.reduce(rows[:, _HEADER.size :], axis=0)
+    anywhere = np.unpackbits(merged, count=parameters, bitorder="little").astype(bool)
+    alike = len(heads) > 1 and len({squares for squares, _ in heads}) == 1 and total > 0
+    agreed = len({flags >> 1 for _, flags in heads}) == 1
+    return Control(total, not bad, tuple(anywhere.tolist()), len(heads), agreed, alike)
 
 
 @dataclass(frozen=True)
@@ -60,7 +86,7 @@ def begin_control(
     """Begins one small all-gather: every rank's squared norm, non-finite flag and presence bits, combined in rank order.
 
     An all-gather rather than an all-reduce, because each rank then does the same sums in the same order: the result is
-    bitwise equal everywhere whatever the backend. Payload: 12 bytes and one bit per parameter.
+    bitwise equal everywhere whatever the backend. Payload: ``control_payload_bytes()``.
 
     Args:
         transport: whose ranks take part.
@@ -73,25 +99,10 @@ def begin_control(
     Returns:
         Waits for the other ranks and gives the result.
     """
-    bits = np.packbits(np.array(present, dtype=bool), bitorder="little")
-    payload = _HEADER.pack(sum_squares, digest << 1 | (non_finite > 0)) + bits.tobytes()
+    payload = control_payload(sum_squares, non_finite, present, digest)
     what = "control round (norm, non-finite flags, presence of gradients)"
     answer = _begin_rows(transport, payload, device, what)
-
-    def end() -> Control:
-        rows = answer().cpu().numpy()
-        heads = list(_HEADER.iter_unpack(rows[:, : _HEADER.size].tobytes()))
-        total = 0.0
-        for squares, _ in heads:  # sum() adds floats otherwise since Python 3.12
-            total += squares
-        bad = any(flags & 1 for _, flags in heads)
-        merged = np.bitwise_or.reduce(rows[:, _HEADER.size :], axis=0)
-        anywhere = np.unpackbits(merged, count=len(present), bitorder="little").astype(bool)
-        alike = len(heads) > 1 and len({squares for squares, _ in heads}) == 1 and total > 0
-        agreed = len({flags >> 1 for _, flags in heads}) == 1
-        return Control(total, not bad, tuple(anywhere.tolist()), len(heads), agreed, alike)
-
-    return end
+    return lambda: read_control(answer().cpu().numpy(), len(present))
 
 
 def control_round(*args: Any, **kwargs: Any) -> Control:

@@ -110,6 +110,12 @@ class ByteLedger:
         self._open.control_bytes += nbytes
         self._open.control_collectives += 1
 
+    def rode_along(self, nbytes: int) -> None:
+        """Counts bytes as control bytes that a collective for gradients carries."""
+        self._open.bytes_sent -= nbytes
+        self._open.bytes_inter -= nbytes
+        self._open.control_bytes += nbytes
+
     def compressing(self, name: str) -> _Compressing:
         """Times kernels; profilers see them as ``onebit::NAME``."""
         return _Compressing(self, name)

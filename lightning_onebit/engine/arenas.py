@@ -363,7 +363,7 @@ class Arenas:
 
     def _drop_new(self) -> None:
         self._new_worker = self._new_server = None
-        self._buffers: dict[tuple[int, str], Packed] = {}
+        self._buffers: dict[tuple[int, str, int], Packed] = {}
 
     def residual(self, bucket: Bucket, side: str) -> Residual:
         """What this rank holds back of its shard of a bucket (``side="worker"``), or of its chunk of it (``"server"``)."""
@@ -522,26 +522,26 @@ class Arenas:
             part[span.start : span.start + span.numel] = whole(bucket)[start : start + span.numel]
         return part
 
-    def payload(self, bucket: Bucket, rows: int, *, has_scales: bool = True) -> Packed:
-        """An empty payload for ``rows`` chunks of a bucket."""
+    def payload(self, bucket: Bucket, rows: int, *, has_scales: bool = True, tail: int = 0) -> Packed:
+        """An empty payload for ``rows`` chunks of a bucket; ``tail``: bytes behind each row, a multiple of 4."""
         count = bucket.blocks // self.layout.ranks.size
         width = Packed.row_bytes(count, bucket.block_size, has_scales)
-        raw = torch.empty((rows, width), dtype=torch.uint8, device=self.layout.device)
-        return Packed(raw, count, bucket.block_size, has_scales)
+        raw = torch.empty((rows, width + tail), dtype=torch.uint8, device=self.layout.device)
+        return Packed(raw[:, :width] if tail else raw, count, bucket.block_size, has_scales)
 
-    def buffer(self, bucket: Bucket, name: str, rows: int) -> Packed:
-        """A payload for ``rows`` chunks of a bucket, the same one at every step."""
-        known = self._buffers.get((bucket.index, name))
+    def buffer(self, bucket: Bucket, name: str, rows: int, tail: int = 0) -> Packed:
+        """A payload for ``rows`` chunks of a bucket, with ``tail`` bytes behind each row; the same one at every step."""
+        known = self._buffers.get((bucket.index, name, tail))
         if known is None:
-            known = self._buffers[bucket.index, name] = self.payload(bucket, rows)
+            known = self._buffers[bucket.index, name, tail] = self.payload(bucket, rows, tail=tail)
         return known
 
     def reuse(self, bucket: Bucket, name: str, held: Tensor | Packed) -> None:
         """Has the next step write into a payload that nothing needs any more, in the place of the one that it has been given."""
         if isinstance(held, Packed):
-            self._buffers[bucket.index, name] = held
+            self._buffers[bucket.index, name, 0] = held
         else:
-            self._buffers.pop((bucket.index, name))
+            self._buffers.pop((bucket.index, name, 0))
 
     # ----- what kernels are given --------------------------------------------------------------------------------------
 
@@ -551,6 +551,7 @@ class Arenas:
         self.tables = Tables(self._layout) if self._layout is not None else None
         self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
         self._members: dict[int, _Members] = {}
+        self.took_part: set[int] | None = None  # those that were in the last exchange; None: not known
 
     def _members_of(self, bucket: Bucket) -> _Members:
         known = self._members.get(bucket.index)

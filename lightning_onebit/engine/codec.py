@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_onebit.comm import Bucket
+from lightning_onebit.comm import Bucket, Control, peer_bytes, read_control
 from lightning_onebit.comm import Codec as Wire
 from lightning_onebit.kernels import BoundSpans, Packed, Residual
 from lightning_onebit.kernels.residual import copy_blocks
@@ -106,6 +106,19 @@ class OneBit(Codec):
         self._rescaled = step.rescaled_residuals()
         self._send, self._take, self._done, self._becomes_momentum = send, take, done, becomes_momentum
         self._sent: dict[int, Sent] = {}
+        #: what this rank tells of its gradients behind the first bucket's rows
+        self.tells = b""
+        self._told_with: Bucket | None = None
+
+    def _tail(self, bucket: Bucket) -> int:
+        """Bytes behind the rows of a bucket in round 1."""
+        return len(self.tells) if bucket is self._told_with else 0
+
+    def heard(self, parameters: int) -> Control:
+        """What all ranks have told; the first bucket is there."""
+        assert self._told_with is not None
+        rows = self.kept.buffer(self._told_with, "received", self.kept.layout.ranks.nodes, len(self.tells)).whole_rows()
+        return read_control(rows[:, -len(self.tells) :].cpu().numpy(), parameters)
 
     def _worker(self, bucket: Bucket) -> Sent:
         known = self._sent.get(bucket.index)
@@ -135,21 +148,29 @@ class OneBit(Codec):
 
     def received_buffer(self, bucket: Bucket, sent: Tensor) -> Tensor:
         """See the base: the same memory at every step."""
-        return self.kept.buffer(bucket, "received", self.kept.layout.ranks.nodes).raw
+        return self.kept.buffer(bucket, "received", self.kept.layout.ranks.nodes, self._tail(bucket)).whole_rows()
 
     def encode(self, bucket: Bucket, shard: Tensor | None) -> Tensor:
         """Worker side: compresses ``a*m + (b*g)*r + e`` of this rank's shard."""
         lo, hi = self.kept.layout.shard(bucket)
-        out, sent = self.kept.buffer(bucket, "sent", self.kept.layout.ranks.nodes), self._worker(bucket)
+        if self.tells and self._told_with is None:
+            self._told_with = bucket
+        nodes, tail = self.kept.layout.ranks.nodes, self._tail(bucket)
+        out, sent = self.kept.buffer(bucket, "sent", nodes, tail), self._worker(bucket)
         e, into = self._residuals(bucket, "worker", (lo, hi))
         g = shard if shard is not None else self.contribution(bucket)
         self.kept.kernels.compress(bucket, lo, hi, a=sent.a, m=sent.m, b=sent.b, g=g, e=e, out=out, r=sent.r, into=into)
-        return out.raw
+        if not tail:
+            return out.raw
+        self.step.link.ledger.rode_along(peer_bytes(nodes, tail))
+        told = torch.frombuffer(bytearray(self.tells), dtype=torch.uint8)
+        out.whole_rows()[:, -tail:] = told.to(bucket.device)
+        return out.whole_rows()
 
     def reduce(self, bucket: Bucket, received: Tensor) -> Tensor:
         """Server side: reduces and compresses again this rank's chunk."""
         ranks, chunk = self.kept.layout.ranks, self.kept.layout.chunk(bucket)
-        rows = self.kept.buffer(bucket, "received", ranks.nodes)
+        rows = self.kept.buffer(bucket, "received", ranks.nodes, self._tail(bucket))
         if self.alike is None and ranks.nodes > 1:
             self.alike = (rows.scales == rows.scales[0]).all() & (rows.scales > 0).any()
         out = self.kept.buffer(bucket, "reply", 1)

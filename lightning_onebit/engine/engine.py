@@ -134,6 +134,10 @@ class Engine:
         kept = self.kept
         step.trusted = self.rule.scales_tell() and not (step.dense or kept.cold or kept.late)
         verdict = step.verdict
+        if verdict is None and step.trusted and limit is None and step.may_send_at_once():
+            self._make(step, Step.make_at_once)
+            self._note_alike(step.alike, dense=False)
+            return
         if verdict is None:
             answer = step.ask(norm=limit is not None)
             if step.trusted:

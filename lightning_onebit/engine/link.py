@@ -185,18 +185,23 @@ class Link:
     ) -> Callable[[], Control]:
         """Sends what a control round needs of this rank; what it returns waits for the others and ends the round."""
         assert self.transport is not None
-        transport, facts = self.transport, self.agreement.facts
+        transport = self.transport
         answer = begin_control(transport, squares, non_finite, present, device, self.agreement.digest)
+        return lambda: self.agreed(answer(), step, device)
 
-        def end() -> Control:
-            control = answer()
-            if control.agreed:
-                self.agreement.reached()
-            else:
-                self._name_difference(step, lambda: handshake(transport, facts(), device, _OPTIONS))
+    def agreed(self, control: Control, step: int, device: torch.device) -> Control:
+        """A verdict of ranks that have the same hyperparameters.
+
+        Raises:
+            PlanMismatch: on all ranks where they have not.
+        """
+        if control.agreed:
+            self.agreement.reached()
             return control
-
-        return end
+        assert self.transport is not None
+        transport, facts = self.transport, self.agreement.facts
+        self._name_difference(step, lambda: handshake(transport, facts(), device, _OPTIONS))
+        return control
 
     def control_shards(
         self, step: int, squares: Sequence[float], bad: bool, flags: Sequence[bool], device: torch.device

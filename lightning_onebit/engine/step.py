@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_onebit.comm import Bucket, Control
+from lightning_onebit.comm import Bucket, Control, control_payload
 from lightning_onebit.comm.ranges import ranged
 from lightning_onebit.engine.codec import Codec, OneBit, first_bad
 from lightning_onebit.engine.link import DENSE_LANE, PLAN_LANE, Link
@@ -345,6 +345,55 @@ class Step:
         kept.publish(stepped)
         self.update([i for i in kept.layout.dense if verdict is None or verdict.present[i]])
         self.late.step(self, members)
+
+    def may_send_at_once(self) -> bool:
+        """Whether ranks can exchange before they know who takes part, which travels with the first bucket; alike on all ranks."""
+        kept, ranks = self.kept, self.link.ranks
+        flat = ranks.size > 1 and ranks.ranks_per_node == 1 and self.link.shards is None
+        return flat and self.rule.sends_at_once and kept.worker is not None and bool(self._expected())
+
+    def _expected(self) -> list[Bucket]:
+        """Buckets with parameters that took part in the last compressed step; all of them before the first."""
+        slot_of, who = self.kept.layout.slot_of, self.kept.took_part
+        slots = None if who is None else {slot_of[i] for i in who if i in slot_of}
+        return [b for b in self.kept.layout.buckets if slots is None or not b.params.isdisjoint(slots)]
+
+    def make_at_once(self) -> None:
+        """A step that exchanges what took part in the last one, and then, ranks knowing better, what is missing.
+
+        Raises:
+            NotFinite: a gradient of some rank was not.
+        """
+        kept, link, slots = self.kept, self.link, self.kept.layout.slots
+        present = [p.grad is not None for p in kept.layout.params]
+        if link.reducer is not None and not bool(link.reducer.finite()):
+            raise NotFinite  # averages are the same on all ranks
+        if self._present is not None:
+            for i in self.averaged:
+                present[i] = link.present(i, self._present)
+        codec, buckets = self.rule.codec(self), self._expected()
+        assert isinstance(codec, OneBit) and link.exchange is not None
+        codec.tells = control_payload(0.0, 0, present, link.agreement.digest)
+        self.active = [True] * len(present)
+        self.look_at_gradients()
+        link.exchange.run(buckets, codec)
+        self.active = list(link.agreed(codec.heard(len(present)), kept.steps + 1, kept.device).present)
+        moved = {slot for slot, i in enumerate(slots) if self.active[i]}
+        link.exchange.run(
+            [b for b in kept.layout.buckets if b not in buckets and not b.params.isdisjoint(moved)], codec
+        )
+        self._check(codec)
+        codec.arrived = [(b, raw) for b, raw in codec.arrived if not b.params.isdisjoint(moved)]
+        codec.protect([b for b, _ in codec.arrived], [self.active[i] for i in slots])
+        kept.end_adopting()
+        self.whole.writes()
+        stepped = [i for i in slots if self.active[i]]
+        self.count(stepped)
+        with link.ledger.compressing("apply"):
+            codec.end()
+        kept.took_part = set(stepped)
+        kept.publish(stepped)
+        self.update_dense_groups()
 
     # ----- what a step is made of --------------------------------------------------------------------------------------
 

@@ -78,6 +78,14 @@ class Packed:
         words = self.raw[:, start:].view(torch.int32)
         return words.unflatten(1, (self.blocks_per_row, self.block_size // BITS_PER_WORD))
 
+    def whole_rows(self) -> Tensor:
+        """The rows with what lies behind them: contiguous uint8 ``(rows, bytes from row to row)``."""
+        return (
+            self.raw
+            if self.raw.is_contiguous()
+            else self.raw.as_strided((self.rows, self.raw.stride(0)), self.raw.stride())
+        )
+
     def narrow(self, start: int, rows: int) -> Packed:
         """The rows ``[start, start + rows)`` as a view."""
         return Packed(self.raw[start : start + rows], self.blocks_per_row, self.block_size, self.has_scales)

@@ -18,7 +18,7 @@ from harness import counting, grouped, run_ranks
 from torch import Tensor
 
 from lightning_onebit.algorithms import OnebitAdam
-from lightning_onebit.comm import PlanMismatch, StepRecord, plan_buckets
+from lightning_onebit.comm import PlanMismatch, StepRecord, control_payload_bytes, plan_buckets
 from lightning_onebit.comm.transport import Pending
 from lightning_onebit.engine import ExchangeOptions, Phase, engine
 from lightning_onebit.engine.compact import expanded
@@ -431,7 +431,7 @@ def test_freeze_beside_freeze_step_raises() -> None:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_ledger_counts_what_was_sent_and_it_is_two_collectives_per_bucket_and_one_control_round(world: int) -> None:
+def test_ledger_counts_what_was_sent_and_it_is_two_collectives_per_bucket(world: int) -> None:
     block_size, bucket_mb = 64, 0.02
     run = Run(4, {"freeze_step": 2, "block_size": block_size, "bucket_mb": bucket_mb})
     results = run_ranks(train, world, run)
@@ -457,15 +457,39 @@ def test_ledger_counts_what_was_sent_and_it_is_two_collectives_per_bucket_and_on
                 assert record.dense_bytes <= record.bytes_sent <= record.dense_bytes + 2 * 4 * len(sizes)
             else:
                 assert len(sent.of("all_to_all")) == len(plan.buckets)
-                assert len(sent.of("all_gather")) == len(plan.buckets) + 1
-                assert len(sent.seen) == 2 * len(plan.buckets) + 1
-                assert record.collectives == 2 * len(plan.buckets) and record.control_collectives == 1
+                assert len(sent.of("all_gather")) == len(plan.buckets)
+                assert len(sent.seen) == 2 * len(plan.buckets)
+                # who has a gradient is told behind the first bucket's rows
+                assert record.collectives == 2 * len(plan.buckets) and record.control_collectives == 0
+                assert record.control_bytes == (world - 1) * control_payload_bytes(len(sizes))
                 # 2 (n-1)/n * N (1/8 + 4/block_size), N = padded elements
                 assert record.bytes_sent == 2 * (world - 1) * plan.elements * (1 / 8 + 4 / block_size) / world
                 assert record.bytes_inter == record.bytes_sent and record.bytes_intra == 0
                 assert record.ratio > 10
         assert result["total"].bytes_sent == sum(r.bytes_sent for r in result["records"])
         assert result["total"].dense_bytes == sum(r.dense_bytes for r in result["records"])
+
+
+def pausing_bytes_worker(rank: int, world: int) -> list[tuple[int, int]]:
+    """A tensor that fills a bucket of its own pauses on all ranks in three steps, and comes back on one."""
+    params = [torch.nn.Parameter(torch.ones(640)) for _ in range(2)]
+    optimizer = OnebitAdam(params, freeze_step=2, exchange=ExchangeOptions(block_size=64, bucket_mb=640 * 4 / 2**20))
+    seen = []
+    for t in range(10):
+        for index, p in enumerate(params):
+            there = index or t not in (5, 6, 7, 8) or (t == 8 and rank == 1)
+            p.grad = torch.full_like(p, 1.0 + rank + t) if there else None
+        before = params[0].detach().clone()
+        optimizer.step()
+        record = optimizer.ledger.last
+        assert record is not None and equal([before], [params[0]]) == (t in (5, 6, 7))
+        seen.append((record.bytes_sent, record.collectives))
+    return seen
+
+
+def test_a_bucket_in_which_nothing_has_a_gradient_is_sent_once_and_then_no_more_until_one_has() -> None:
+    for seen in run_ranks(pausing_bytes_worker, 2):
+        assert seen[2:] == [(seen[2][0], 4)] * 4 + [(seen[2][0] // 2, 2)] * 2 + [(seen[2][0], 4)] * 2
 
 
 # ----- gradients that are missing ------------------------------------------------------------------------------------------------

@@ -297,8 +297,8 @@ def test_control_round_tells_all_ranks_the_same_to_the_last_bit() -> None:
     assert verdict.present == (True, False, True, True, *[False] * 10, True) and not verdict.finite
     assert verdict.sum_squares == pytest.approx(0.6) and verdict.norm == pytest.approx((0.6 / 3) ** 0.5)
     assert calm.finite and calm.norm == 1.0 and calm.present == ()
-    # 12 bytes and a bit per parameter, to two other ranks; never counted as gradient bytes
-    assert record.control_bytes == 2 * (12 + 2) + 2 * 12 and record.control_collectives == 2
+    # 12 bytes and a bit per parameter, in words of 4 bytes, to two other ranks; never counted as gradient bytes
+    assert record.control_bytes == 2 * (12 + 4) + 2 * 12 and record.control_collectives == 2
     assert record.bytes_sent == record.collectives == 0
 
 

@@ -49,6 +49,7 @@ def worker(rank: int, world: int, moment: str, step: int, fault: str) -> Any:
     optimizer = OnebitAdam(
         params,
         freeze_step=FREEZE,
+        max_grad_norm=1.0 if moment == "control round" else None,  # which needs one
         exchange=ExchangeOptions(
             block_size=32, bucket_mb=0.0005, timeout=3.0 if fault == "stall" else 5.0, kernels="reference"
         ),

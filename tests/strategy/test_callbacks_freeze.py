@@ -616,7 +616,7 @@ def test_a_rank_that_freezes_alone_fails_with_the_others() -> None:
 
     results = _ranks(body)
     assert [(error, steps) for error, _, steps, _ in results] == [(CollectiveFailure, 4)] * 2
-    assert "step 5, dense all-reduce" in results[0][1] and "step 5, control round" in results[1][1]
+    assert "step 5, dense all-reduce" in results[0][1] and "step 5, round 1" in results[1][1]
 
 
 @pytest.mark.parametrize("rank_that_rises", [None, 0, 1])

@@ -329,8 +329,8 @@ def clip(rank: int, world: int) -> None:
                 assert measured > 0.05
             optimizer.step()
             optimizer.zero_grad()
-            # one control round a step, whichever part asks for it
-            assert optimizer.ledger.last.control_collectives == (step >= 2)
+            # one control round a step, whichever part asks for it; nobody does where nothing is clipped
+            assert optimizer.ledger.last.control_collectives == (step >= 2 and how != "none")
         if how == "option":
             with pytest.raises(ValueError, match=r"TrainingArguments\(max_grad_norm=0\)"):
                 clip_grad_norm_(model.parameters(), 1.0, optimizer)
