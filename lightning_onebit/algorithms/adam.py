@@ -21,6 +21,8 @@ class AdamOptions(RefreshOptions):
 class Adam(RefreshedMoments):
     """The rule of ``OnebitAdam``: warm-up, freeze and an exchange are ``FrozenMoments``', refreshes are ``RefreshedMoments``'."""
 
+    sends_at_once: ClassVar[bool] = True
+
     def wants_dense(self) -> bool:
         """The warm-up and refreshes."""
         return super().wants_dense() or self.refresh_due()

@@ -98,6 +98,7 @@ def _new_share2(p: Facts) -> float:
 class Lamb(FrozenMoments):
     """The rule of ``OnebitLamb``. Numbers of each tensor: c_avg, r (the last f) and c of the last step."""
 
+    sends_at_once: ClassVar[bool] = True
     later_arenas: ClassVar[dict[str, str]] = {"fresh": "exp_avg_sq_fresh"}
     numbers: ClassVar[dict[str, float]] = {"coeff_average": 0.0, "last_factor": 1.0, "last_coeff": 1.0}
 

@@ -72,7 +72,6 @@ class ZeroOneAdamOptions(RefreshOptions):
 class ZeroOne(RefreshedMoments):
     """The rule of ``ZeroOneAdam``: which kind of step comes when, and what it does."""
 
-    sends_at_once: ClassVar[bool] = False  # what a step is depends on lr, about which ranks have to agree before
     has_dense_warm_up: ClassVar[bool] = False  # in it, refreshes are few and grow rarer
     frozen_phase: ClassVar[Phase] = Phase.LOCAL
     fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step"}

@@ -72,6 +72,7 @@ class Arenas:
         momentum: by bucket, as it travels: bits and scales, or an fp32 flat; empty while it is the arena ``"m"``.
         worker, server: the residuals of both sides; None before there is one.
         units: by parameter, in units of what its residuals are (see ``Rule.residual_unit``).
+        took_part: parameters that were in the last compressed step, of a rule that ``sends_at_once``; None: there was none.
         t: steps that each parameter has made.
         cold: parameters of which nothing is known yet that an exchange of theirs could go by.
         late: those that are averaged densely until they have learned: their steps when that began, and when it may end.
@@ -119,6 +120,7 @@ class Arenas:
         self.momentum: list[Tensor | Packed] = []
         self.drop_residuals()
         self.units: dict[int, float] = {}
+        self.took_part: set[int] | None = None
         self.t: list[int] = []
         self.cold: set[int] = set()
         self.late: dict[int, tuple[int, int]] = {}
@@ -462,8 +464,7 @@ class Arenas:
         """The momentum as an fp32 flat over all blocks."""
         if "m" in self.flat:
             return self.flat["m"]
-        flat = self.travelling_flat()
-        self.as_momentum(flat)
+        self.as_momentum(flat := self.travelling_flat())
         return flat
 
     def travelling_flat(self) -> Tensor:
@@ -531,10 +532,10 @@ class Arenas:
 
     def buffer(self, bucket: Bucket, name: str, rows: int, tail: int = 0) -> Packed:
         """A payload for ``rows`` chunks of a bucket, with ``tail`` bytes behind each row; the same one at every step."""
-        known = self._buffers.get((bucket.index, name, tail))
-        if known is None:
-            known = self._buffers[bucket.index, name, tail] = self.payload(bucket, rows, tail=tail)
-        return known
+        key = (bucket.index, name, tail)
+        if key not in self._buffers:
+            self._buffers[key] = self.payload(bucket, rows, tail=tail)
+        return self._buffers[key]
 
     def reuse(self, bucket: Bucket, name: str, held: Tensor | Packed) -> None:
         """Has the next step write into a payload that nothing needs any more, in the place of the one that it has been given."""
@@ -551,7 +552,6 @@ class Arenas:
         self.tables = Tables(self._layout) if self._layout is not None else None
         self._bound: dict[int, tuple[list[int], BoundSpans]] = {}
         self._members: dict[int, _Members] = {}
-        self.took_part: set[int] | None = None  # those that were in the last exchange; None: not known
 
     def _members_of(self, bucket: Bucket) -> _Members:
         known = self._members.get(bucket.index)

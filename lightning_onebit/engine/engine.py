@@ -171,6 +171,8 @@ class Engine:
         """Ends a step that has been made."""
         self.skips_in_a_row = 0
         self.kept.steps += 1
+        if self.rule.sends_at_once and not step.dense:
+            self.kept.took_part = {i for i in self.kept.layout.slots if step.active[i]}
         self._close(bool(step.dense), skipped=False)
         self.advance()
         self.late.take_in_learned()

@@ -153,9 +153,8 @@ class ExchangeOptions:
         bucket_mb: about how many MB (2**20 bytes) of fp32 gradients one bucket carries. None: 16; on a CUDA device 64, because launching
             kernels costs the host more than their work costs the device, but 16 where buckets leave in the midst of backward.
         overlap: ``"step"`` pipelines the exchange within ``step()``; ``"backward"`` sends a bucket as soon as its last
-            gradient has landed (1-bit Adam and 1-bit LAMB). The latter excludes what needs all gradients first or changes them: clipping
-            and skipping a step (a non-finite gradient is then an error on all ranks); parameters that are trainable but get no gradient
-            count as zero gradients.
+            gradient has landed (1-bit Adam and 1-bit LAMB). The latter excludes what needs all gradients first or changes them, such as
+            clipping; parameters that are trainable but get no gradient count as zero gradients.
         state_dtype: of residuals and of frozen denominators, ``"float32"``, or ``"bfloat16"`` to halve their memory. A
             coordinate's step is then off by a constant factor of at most 1 + 2**-8 until the next refresh. BinSGDM has neither.
         on_nonfinite: ``"skip"`` a step on all ranks alike if a gradient of any rank is not finite (an error after 100 in a row), or

@@ -80,7 +80,7 @@ class Rule:
     #: whether it begins with a stage in which all steps are dense, to which it can go back
     has_dense_warm_up: ClassVar[bool] = False
     #: whether a compressed step is one exchange of all parameters, in which nothing that is sent depends on who takes part
-    sends_at_once: ClassVar[bool] = True
+    sends_at_once: ClassVar[bool] = False
     first_phase: ClassVar[Phase] = Phase.WARMUP
     frozen_phase: ClassVar[Phase] = Phase.COMPRESSED
     #: options of the exchange that would have no effect, with the only value that they may have

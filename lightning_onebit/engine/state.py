@@ -127,6 +127,8 @@ def books(engine: Engine) -> dict[str, Any]:
         **({"segments": segments} if len(segments) > 1 else {}),
         **({"late": dict(kept.late)} if kept.late else {}),
         **({"units": dict(kept.units)} if kept.units else {}),
+        # a run that goes on sends what one that was not interrupted would send
+        **({"took_part": sorted(kept.took_part)} if kept.took_part is not None else {}),
         **{name: values.tolist() for name, values in kept.numbers.items()},
         **engine.rule.books(),
     }
@@ -359,6 +361,7 @@ def _take_state(optimizer: OnebitOptimizer, known: dict[str, Any], saved: dict[i
             if key in state and name in there:
                 kept.moment(name, i).copy_(state[key])
     kept.units = dict(known.get("units", {}))
+    kept.took_part = set(known["took_part"]) if "took_part" in known else None
     for name, values in kept.numbers.items():
         numbers = known.get(name, [])  # parameters that have joined since have none
         values[: len(numbers)] = torch.tensor(numbers, dtype=torch.float64)

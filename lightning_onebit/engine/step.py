@@ -391,7 +391,6 @@ class Step:
         self.count(stepped)
         with link.ledger.compressing("apply"):
             codec.end()
-        kept.took_part = set(stepped)
         kept.publish(stepped)
         self.update_dense_groups()
 

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from lightning_onebit.kernels import BlockMap, BoundSpans, KernelsUnavailable, kept
 from lightning_onebit.kernels.compiled import DTYPES, FP32, Argument, Bound, CompiledKernels, dense
-from lightning_onebit.kernels.residual import Residual
+from lightning_onebit.kernels.residual import Residual, check_into
 
 log = logging.getLogger("lightning_onebit")
 
@@ -340,9 +340,8 @@ class CpuKernels(CompiledKernels):
         self, old: Tensor | Residual, new: Tensor | Residual | None, name: str, blocks: int, block_size: int
     ) -> tuple[Argument, ...]:
         read = self._residual(old, name, blocks, block_size)
-        address, dtype, pending = read if new is None else self._residual(new, "into", blocks, block_size)
-        if (dtype, pending == 0) != (read[1], read[2] == 0):
-            raise ValueError(f"into must be kept as {name} is: in the same dtype, with or without what is pending")
+        check_into(name, old, new)
+        address, _, pending = read if new is None else self._residual(new, "into", blocks, block_size)
         return (*read, address, pending)
 
     def prepare(self, bucket: BlockMap, spans: BoundSpans, name: str) -> None:

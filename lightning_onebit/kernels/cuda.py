@@ -30,7 +30,7 @@ from lightning_onebit.kernels.compiled import DTYPES, Argument, Bound, CompiledK
 from lightning_onebit.kernels.cpu import cache_directory
 from lightning_onebit.kernels.packed import BITS_PER_WORD, Packed
 from lightning_onebit.kernels.reference import Spans
-from lightning_onebit.kernels.residual import Residual, as_tensor
+from lightning_onebit.kernels.residual import Residual, as_tensor, check_into
 from lightning_onebit.kernels.transfer import upload
 
 log = logging.getLogger("lightning_onebit")
@@ -293,10 +293,9 @@ class CudaKernels(CompiledKernels):
     def _residuals(
         self, old: Tensor | Residual, new: Tensor | Residual | None, name: str, blocks: int, block_size: int
     ) -> tuple[Argument, ...]:
+        check_into(name, old, new)
         read = self._state(as_tensor(old), name, blocks * block_size)
         written = read if new is None else self._state(as_tensor(new), "into", blocks * block_size)
-        if read[1] != written[1]:
-            raise ValueError(f"into must be kept as {name} is: in the same dtype")
         return read[0], written[0]
 
     def _kernel(

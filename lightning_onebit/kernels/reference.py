@@ -226,7 +226,7 @@ class ReferenceKernels:
         """
         if r is not None and g is None:
             raise ValueError("r must be None with g=None")
-        e, into = as_tensor(e), written(e, into)
+        e, into = as_tensor(e), written("e", e, into)
         bs = bucket.block_size
         lengths = bucket.lengths[lo:hi]
         y = torch.zeros((hi - lo, bs), dtype=torch.float32, device=e.device)
@@ -271,7 +271,7 @@ class ReferenceKernels:
             ValueError: there is no row.
         """
         check_rows(received)
-        d, into = as_tensor(d), written(d, into)
+        d, into = as_tensor(d), written("d", d, into)
         bs = received.block_size
         z = _values(received.narrow(0, 1))
         for row in range(1, received.rows):

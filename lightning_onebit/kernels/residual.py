@@ -65,8 +65,29 @@ def as_tensor(residual: Tensor | Residual) -> Tensor:
     return residual.tensor() if isinstance(residual, Residual) else residual
 
 
-def written(old: Tensor | Residual, new: Tensor | Residual | None) -> Tensor:
-    """Where the successor of a residual is written: into the values of ``new``, in which nothing is pending then; None: into ``old``."""
+def _kind(residual: Tensor | Residual) -> tuple[torch.dtype, bool]:
+    if isinstance(residual, Residual):
+        return residual.values.dtype, residual.pending is not None
+    return residual.dtype, False
+
+
+def check_into(name: str, old: Tensor | Residual, new: Tensor | Residual | None) -> None:
+    """Refuses a place for the successor of a residual that is not kept as ``old`` is.
+
+    Raises:
+        ValueError: it has another dtype, or one of the two can have something pending.
+    """
+    if new is not None and _kind(new) != _kind(old):
+        raise ValueError(f"into must be kept as {name} is: in the same dtype, with or without what is pending")
+
+
+def written(name: str, old: Tensor | Residual, new: Tensor | Residual | None) -> Tensor:
+    """Where the successor of a residual is written: into the values of ``new``, in which nothing is pending then; None: into ``old``.
+
+    Raises:
+        ValueError: see ``check_into``.
+    """
+    check_into(name, old, new)
     if not isinstance(new, Residual):
         return as_tensor(old) if new is None else new
     if new.pending is not None:

@@ -470,10 +470,11 @@ def test_ledger_counts_what_was_sent_and_it_is_two_collectives_per_bucket(world:
         assert result["total"].dense_bytes == sum(r.dense_bytes for r in result["records"])
 
 
-def pausing_bytes_worker(rank: int, world: int) -> list[tuple[int, int]]:
+def pausing_bytes_worker(rank: int, world: int, resumed: bool) -> list[tuple[int, int]]:
     """A tensor that fills a bucket of its own pauses on all ranks in three steps, and comes back on one."""
     params = [torch.nn.Parameter(torch.ones(640)) for _ in range(2)]
-    optimizer = OnebitAdam(params, freeze_step=2, exchange=ExchangeOptions(block_size=64, bucket_mb=640 * 4 / 2**20))
+    exchange = ExchangeOptions(block_size=64, bucket_mb=640 * 4 / 2**20)
+    optimizer = OnebitAdam(params, freeze_step=2, exchange=exchange)
     seen = []
     for t in range(10):
         for index, p in enumerate(params):
@@ -484,11 +485,17 @@ def pausing_bytes_worker(rank: int, world: int) -> list[tuple[int, int]]:
         record = optimizer.ledger.last
         assert record is not None and equal([before], [params[0]]) == (t in (5, 6, 7))
         seen.append((record.bytes_sent, record.collectives))
+        if resumed:
+            state, residuals = optimizer.state_dict(), optimizer.residual_state_dict()
+            optimizer = OnebitAdam(params, freeze_step=2, exchange=exchange)
+            optimizer.load_state_dict(state)
+            optimizer.load_residual_state_dict(residuals)
     return seen
 
 
-def test_a_bucket_in_which_nothing_has_a_gradient_is_sent_once_and_then_no_more_until_one_has() -> None:
-    for seen in run_ranks(pausing_bytes_worker, 2):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_bucket_in_which_nothing_has_a_gradient_is_sent_once_and_then_no_more_until_one_has(resumed: bool) -> None:
+    for seen in run_ranks(pausing_bytes_worker, 2, resumed):
         assert seen[2:] == [(seen[2][0], 4)] * 4 + [(seen[2][0] // 2, 2)] * 2 + [(seen[2][0], 4)] * 2
 
 

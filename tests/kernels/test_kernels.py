@@ -14,6 +14,7 @@ from torch import Tensor
 
 from lightning_onebit.comm import Bucket, plan_buckets
 from lightning_onebit.kernels import BACKENDS, KernelBackend, KernelsUnavailable, Packed, get_backend
+from lightning_onebit.kernels.residual import Residual, as_tensor
 
 f32 = np.float32
 
@@ -583,3 +584,17 @@ def test_lamb_update_sums_the_squares_of_weights_without_padding_and_absent_tens
     assert partials[:, 0].tolist() == [0.0] * bucket.blocks
     assert partials[:, 1].tolist() == expected.tolist()
     assert (expected > 0).sum() == sum(s.blocks(block_size) for s in bucket.spans) - bucket.spans[1].blocks(block_size)
+
+
+@pytest.mark.parametrize("other", ["dtype", "pending"])
+def test_a_residual_is_not_written_to_memory_of_another_kind(kernels: KernelBackend, other: str) -> None:
+    device = device_of(kernels)
+    lengths, d = torch.full((2,), 64, dtype=torch.int32, device=device), torch.ones(128, device=device)
+    received, reply = Packed.empty(1, 2, 64, device=device), Packed.empty(1, 2, 64, device=device)
+    received.raw.zero_()
+    into = d.bfloat16() if other == "dtype" else Residual(torch.ones_like(d), torch.zeros(2, device=device))
+    with pytest.raises(
+        ValueError, match="into must be kept as d is: in the same dtype, with or without what is pending"
+    ):
+        kernels.reduce(received, lengths, d, reply, 1.0, into)
+    assert (d == 1).all() and (as_tensor(into) == 1).all()
