@@ -280,12 +280,12 @@ def predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Pred
 def _predict(cluster: Cluster, job: Job, name: str, layout: str = "flat") -> Prediction:
     """The same for one method of several, to which each option of the job need not apply."""
     check_choice("layout", layout, ("flat", "hierarchical"))
-    seen = _predict_shard(cluster.group, job.shard(cluster.shards), name, layout, whole=cluster.shards == 1)
+    seen = _predict_shard(cluster.group, job.shard(cluster.shards), name, layout, sharded=cluster.shards > 1)
     return replace(seen, node_bytes=cluster.shards * seen.node_bytes)
 
 
-def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str, *, whole: bool) -> Prediction:
-    """The same of ranks of which each has what it exchanges for itself; ``whole``: which is the model, not a shard of it."""
+def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str, *, sharded: bool) -> Prediction:
+    """The same of ranks of which each has what it exchanges for itself; ``sharded``: which is a shard of the model."""
     dense, dense_bytes = _dense_step(cluster, job, DENSE.get(name, job.gradient_bytes))
     adamw_state = ADAMW_STATE_BYTES * job.elements
     if name in DENSE:
@@ -303,7 +303,7 @@ def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str, *, whole:
     # bits, scales and this rank's part of the server residual, all read and written
     packed = 4 * (1 / 8 + 4 / job.block_size) + 8 / cluster.gpus
     kernels = job.elements * (optimizer.STEP_BYTES - ADAMW_BYTES + packed) / cluster.memory_bandwidth
-    rides_along = optimizer.rule_class.sends_at_once and whole and layout == "flat"
+    rides_along = optimizer.rule_class.sends_at_once and layout == "flat" and not sharded
     about_gradients = Collective("all_gather", "inter", cluster.gpus, control_payload_bytes(len(job.tensors)))
     control = 0.0 if rides_along else cluster.collective(about_gradients)
     one_bit = job.compute + exposed + max(0.0, kernels) + control
