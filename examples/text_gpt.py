@@ -325,8 +325,8 @@ def parser() -> argparse.ArgumentParser:
     add("--accelerator", default="cpu", help="Lightning accelerator")
     add("--devices", type=int, default=2, help="processes per machine")
     add("--num-nodes", type=int, default=1, help="machines; slurm.sbatch and multi_node.sh start them")
-    add("--steps", type=int, default=300, help="optimizer steps")
-    add("--batch-size", type=int, default=8, help="windows per process and micro-batch")
+    add("--steps", type=int, default=400, help="optimizer steps")
+    add("--batch-size", type=int, default=4, help="windows per process and micro-batch")
     add("--context", type=int, default=128, help="bytes per window")
     add("--layers", type=int, default=4, help="transformer layers")
     add("--width", type=int, default=256, help="size of the residual stream")
@@ -334,7 +334,11 @@ def parser() -> argparse.ArgumentParser:
     add("--lr", type=float, default=2e-3, help="peak learning rate")
     add("--weight-decay", type=float, default=0.01, help="decoupled weight decay")
     add("--warmup-steps", type=int, default=20, help="linear learning-rate warm-up")
-    add("--freeze-fraction", type=float, default=0.2, help="share of the steps that is dense before compression starts")
+    add(
+        "--freeze-fraction",
+        type=float,
+        help="share of the steps that is dense before compression starts (default: the automatic rule)",
+    )
     add("--accumulate", type=int, default=1, help="micro-batches per optimizer step")
     add("--clip", type=float, default=None, help="largest global gradient norm")
     add("--precision", default="32-true", help="Lightning precision")
@@ -372,7 +376,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.strategy.startswith("ddp"):
         callbacks.append(ob.callbacks.CompressionStats())
         if not options.strategy.startswith(WITHOUT_WARM_UP):
-            callbacks.append(ob.callbacks.VarianceFreeze(options.freeze_fraction))
+            callbacks.append(ob.callbacks.VarianceFreeze(options.freeze_fraction or "auto"))
 
     trainer = pl.Trainer(
         accelerator=options.accelerator,

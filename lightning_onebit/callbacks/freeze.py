@@ -23,6 +23,11 @@ from lightning_onebit.engine.sharded import local_of
 # shares of the planned steps between which the automatic rule freezes where nobody has chosen others
 EARLIEST, LATEST = 0.1, 0.2
 
+# Dense steps that it waits for besides, but not for more than half of the run: a second moment is a mean over gradients of its coordinate,
+# and one over fewer is so uncertain that steps divided by its root are noise (docs/freeze).
+FEWEST = 100
+OF_FEW = f"Frozen after fewer than {FEWEST} steps, second moments are noisy: the loss may end some per cent higher."
+
 # Where a compressed step sends more than this share of a dense one, no schedule makes the run worth while.
 LITTLE_GAIN = 0.9
 
@@ -149,7 +154,8 @@ class VarianceFreezeMixin(WatchingCallback):
         at: dense steps: a number, a share, or ``"auto"``, the end of the learning rate's rise.
         earliest: for ``at="auto"``: fewest dense steps, for learning rates that rise briefly or not at all. None: 0.1, but no more
             than ``latest``, and half of it where the number of planned steps is unknown.
-        latest: for ``at="auto"``: most dense steps. None: 0.2.
+        latest: for ``at="auto"``: most dense steps. None: 0.2. Where neither is given, both are 100 steps at least, or half of a
+            run that is shorter than 200.
 
     Raises:
         TypeError: an option has the wrong type, or (at setup) the Trainer is from the other Lightning tree.
@@ -181,6 +187,7 @@ class VarianceFreezeMixin(WatchingCallback):
         self.at = at
         self.earliest = earliest
         self.latest = LATEST if at == "auto" and latest is None else latest
+        self._by_itself = at == "auto" and earliest is None and latest is None
         if earliest is not None and type(earliest) is type(self.latest) and earliest > self.latest:  # type: ignore[operator]
             raise ValueError(f"earliest={earliest!r} exceeds latest={self.latest!r}; lower it, or raise the other one")
         self._restored: list[dict[str, Any]] = []
@@ -227,7 +234,8 @@ class VarianceFreezeMixin(WatchingCallback):
                 optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)).remove,
             ]
             if watch.warms_up:
-                rank_zero_info(self._forecast(trainer, watch))
+                few = watch.steps == "dense steps" and watch.latest < FEWEST
+                rank_zero_info(self._forecast(trainer, watch) + (f" {OF_FEW}" if few else ""))
                 # A resumed run may be past the step that the callback asks for by now.
                 if optimizer.steps >= watch.latest:
                     self._freeze(trainer, watch)
@@ -375,6 +383,9 @@ class VarianceFreezeMixin(WatchingCallback):
             return _in_steps(trainer, "earliest", self.earliest, planned), latest
         # one that nobody has chosen gives way to a smaller maximum
         earliest = latest // 2 if planned is None else round(EARLIEST * planned)
+        if self._by_itself and planned is not None:
+            fewest = min(FEWEST, planned // 2)
+            earliest, latest = max(earliest, fewest), max(latest, fewest)
         return min(max(1, earliest), latest), latest
 
 

@@ -180,8 +180,8 @@ class DefaultFreeze:
             return
         rank_zero_info(
             "Nothing says when the dense warm-up ends: added VarianceFreeze(), which ends it when the learning rate no longer rises, "
-            "after 10 % of the planned steps at the earliest and 20 % at the latest. Add VarianceFreeze to the Trainer's callbacks, or "
-            "give `freeze_step`, to choose."
+            "after 10 % of the planned steps at the earliest and 20 % at the latest, but not before 100 steps or half of the run. Add "
+            "VarianceFreeze to the Trainer's callbacks, or give `freeze_step`, to choose."
         )
 
     def withdraw(self, trainer: Any) -> None:

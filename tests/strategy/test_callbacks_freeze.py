@@ -140,9 +140,11 @@ def test_each_of_several_optimizers_is_frozen_by_its_own_steps(said: list[str]) 
     [
         ({"at": 0.2}, False, 20, 4, False),
         ({"at": 0.2}, False, 20, 4, True),
-        ({}, True, 20, 4, False),
-        ({}, False, 10, 2, False),
-        ({}, False, 10, 2, True),
+        ({}, True, 50, 10, False),
+        ({}, False, 50, 10, False),
+        ({"latest": 0.2}, True, 20, 4, False),
+        ({"latest": 0.2}, False, 10, 2, False),
+        ({"latest": 0.2}, False, 10, 2, True),
         ({"earliest": 0.15}, False, 15, 3, False),
         ({"earliest": 9}, True, 20, 9, False),
         ({"earliest": 9}, True, 20, 9, True),
@@ -515,7 +517,8 @@ def test_auto_freezes_after_the_first_step_from_the_minimum_on_after_which_nothi
 @pytest.mark.parametrize(
     ("planned", "options", "flat", "rising"),
     [
-        (200, {}, 20, 40),  # 10 % and 20 %
+        (600, {}, 100, 120),  # 10 % and 20 %, but 100 steps at least
+        (200, {}, 100, 100),
         (200, {"latest": 0.02}, 4, 4),  # the default minimum gives way
         (200, {"latest": 3}, 3, 3),
         (200, {"latest": 100}, 20, 100),
@@ -523,8 +526,10 @@ def test_auto_freezes_after_the_first_step_from_the_minimum_on_after_which_nothi
         (200, {"earliest": 1}, 2, 40),
         (200, {"earliest": 7}, 7, 40),
         (200, {"earliest": 3, "latest": 50}, 3, 50),
-        (10, {}, 2, 2),  # the minimum of one step cannot tell
-        (4, {}, 1, 1),
+        (10, {}, 5, 5),  # half of a short run
+        (4, {}, 2, 2),
+        (1, {"latest": 0.2}, 1, 1),
+        (10, {"latest": 0.2}, 2, 2),  # the minimum of one step cannot tell
         (math.inf, {"latest": 40}, 20, 40),  # half of the maximum
         (-1, {"latest": 3}, 2, 3),
         (math.inf, {"earliest": 30, "latest": 40}, 30, 40),
@@ -541,12 +546,12 @@ def test_minimum_and_maximum_are_counted_in_steps(
 
 def test_auto_says_why_it_froze(said: list[str]) -> None:
     rise = [0.01 * step for step in range(1, 16)]
-    _train(onebit_adam(), rise + [0.15] * 85)
+    _train(onebit_adam(), rise + [0.15] * 85, latest=0.2)
     assert "made 17 dense steps and freezes its variance; the next step is compressed. Rule: at='auto'. " in said[-1]
     assert said[-1].endswith("Reason: the learning rate no longer rises.")
-    _train(onebit_adam(), [1.0] * 100)
+    _train(onebit_adam(), [1.0] * 100, latest=0.2)
     assert "made 10 dense steps" in said[-1] and said[-1].endswith("Reason: the learning rate does not rise.")
-    _train(onebit_adam(), rise + [0.15 + step for step in range(85)])
+    _train(onebit_adam(), rise + [0.15 + step for step in range(85)], latest=0.2)
     why = "Reason: the maximum of 20 dense steps is reached, though the learning rate still rises."
     assert "made 20 dense steps" in said[-1] and said[-1].endswith(why)
     _train(onebit_adam(), [1.0] * 100, latest=1)
