@@ -1,7 +1,7 @@
 """Train the byte-level GPT twice, with DDP and with a compressing strategy, and put the two runs side by side.
 
     make demo
-    make demo ARGS="--steps 600 --freeze-fraction 0.15"
+    make demo ARGS="--steps 800 --freeze-fraction 0.15"
 
 Each training is a process group of its own (``examples/text_gpt.py``), with the same seed, data order, AdamW settings
 and schedule. Options that are not listed here are handed on to ``text_gpt.py``.

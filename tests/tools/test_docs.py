@@ -114,8 +114,13 @@ def test_worked_example_of_an_algorithm_has_less_than_80_lines() -> None:
 def test_gaps_that_pages_quote_are_rows_of_the_study() -> None:
     """Two decimals and a per cent sign say that a number is a row's, with its standard error if it is of several pairs."""
     path = ROOT / "benchmarks" / "results" / "rules.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    files = [file for file in (path, path.with_name("freeze_steps.json")) if file.exists()]
+    rows = [row for file in files for row in json.loads(file.read_text())["rows"]]
     measured = [row[key] for row in rows for key in ("gap", "against_default") if key in row]
+    if (frontier := path.with_name("frontier.json")).exists():
+        measured += [
+            (row["gap"], row["gap_error"]) for row in json.loads(frontier.read_text())["rows"] if row["gap"] is not None
+        ]
     known = {f"{mean:+.2f}%" + (f" ± {error:.2f}%" if error is not None else "") for mean, error in measured}
     quoted = 0
     for page in [*(DOCS / page for page in PAGES), ROOT / "README.md"]:
@@ -143,7 +148,11 @@ def test_results_that_pages_name_are_kept_and_every_plot_has_its_numbers() -> No
     assert len(named) >= 8 and not [name for name in named if not list(results.glob(name))]
     # several files are drawn into the plot of docs/performance.md
     plots = {plot.stem for plot in results.glob("*.png")} - {"slow_network_zen5"}
-    assert plots <= {file.stem for file in results.glob("*.json")}
+    numbers = {file.stem for file in results.glob("*.json")}
+    # those of a task are drawn from its lines among all runs
+    if tasks := {json.loads(line)["task"] for line in (results / "frontier_runs.jsonl").read_text().splitlines()}:
+        numbers |= {f"frontier_{task}_{axis}" for task in tasks for axis in ("bytes", "time")}
+    assert plots <= numbers
 
 
 def _pages_in(nav: object) -> list[str]:
