@@ -225,7 +225,7 @@ class Wire:
     def seconds(self, sent: float) -> float:
         """Of a step, for the bytes per parameter that it sends on average."""
         if sent <= self.bytes:  # the others are silent
-            return self.compressed * sent / self.bytes if self.bytes else 0.0
+            return self.compressed * (sent / self.bytes) if self.bytes else 0.0
         share = min(1.0, (sent - self.bytes) / (self.full - self.bytes)) if self.full > self.bytes else 0.0
         return share * self.dense + (1 - share) * self.compressed
 
