@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from _language import GPT, Exchanging, Run, Task, Watch, all_reduce_bytes, backward, batch, corpus
+from _language import Exchanging, Run, Task, Watch, all_reduce_bytes, backward, batch, corpus, model_of
 from torch.nn.parallel import DistributedDataParallel
 
 #: dense steps of PowerSGD, the fewest that torch allows
@@ -190,7 +190,7 @@ def _worker(rank: int, run: Run, make: Callable[..., Any], folder: str) -> None:
     store = dist.FileStore(str(Path(folder) / "store"), task.workers)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=task.workers, timeout=timedelta(minutes=10))
     train, validation = (tokens.to(run.device) for tokens in torch.load(Path(folder) / "texts"))
-    net = DistributedDataParallel(GPT(task, run.seed).to(run.device))
+    net = DistributedDataParallel(model_of(task, run.seed).to(run.device))
     optimizer = make(net, run.lr, task)
     losses = torch.zeros(task.steps, device=run.device)
     watch = Watch(run, validation)

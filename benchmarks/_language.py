@@ -50,6 +50,7 @@ class Task:
         heads: attention heads of a layer.
         std: of initial weights; those that write into the residual stream are smaller by the root of twice the layers.
         packages: tokens of the text of all installed packages to train on, some of them held out; 0: the standard library's text.
+        demo: the model is that of ``examples/text_gpt.py``: rotary positions, embeddings that are not tied, weights of unit gain.
     """
 
     name: str
@@ -66,6 +67,7 @@ class Task:
     heads: int = field(default=4, kw_only=True, repr=False)
     std: float = field(default=0.05, kw_only=True, repr=False)
     packages: int = field(default=0, kw_only=True, repr=False)
+    demo: bool = field(default=False, kw_only=True, repr=False)
 
     def lr(self, peak: float, step: int) -> float:
         """Learning rate of step 1, 2, ..."""
@@ -126,6 +128,27 @@ class GPT(nn.Module):
             x = x + layer["project"](attended.transpose(1, 2).reshape(x.shape))
             x = x + layer["down"](F.gelu(layer["up"](layer["norm_feed_forward"](x)), approximate="tanh"))
         return F.cross_entropy(F.linear(self.norm(x), self.token.weight).flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class DemoGPT(nn.Module):
+    """The demo's model, with the same ``forward`` as ``GPT``."""
+
+    def __init__(self, task: Task, seed: int) -> None:
+        from text_gpt import TextGPT
+
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            self.net = TextGPT(task.layers, task.width, task.heads)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Mean cross-entropy of the next token, in nats."""
+        return self.net.loss(tokens)
+
+
+def model_of(task: Task, seed: int) -> nn.Module:
+    """The task's model, with its first weights."""
+    return (DemoGPT if task.demo else GPT)(task, seed)
 
 
 # ----- data -----------------------------------------------------------------------------------------------------------
@@ -385,7 +408,7 @@ def train_dense(run: Run, make: Callable[..., Any]) -> Watch:
     """Trains in one process, on the mean gradient of all workers; ``make(parameters, lr, task)`` gives the optimizer."""
     task = run.task
     train, validation = (tokens.to(run.device) for tokens in corpus(task))
-    model = GPT(task, run.seed).to(run.device)
+    model = model_of(task, run.seed).to(run.device)
     optimizer = make(list(model.parameters()), run.lr, task)
     losses = torch.zeros(task.steps, device=run.device)
     watch, dense = Watch(run, validation), all_reduce_bytes(task)
@@ -408,7 +431,7 @@ def train_world(run: Run, make: Callable[..., Any]) -> Watch:
     """
     task = run.task
     train, validation = (tokens.to(run.device) for tokens in corpus(task))
-    first = GPT(task, run.seed).to(run.device)
+    first = model_of(task, run.seed).to(run.device)
     turn = threading.Lock()  # models that take turns are faster than models that share a core, and need less memory
 
     def worker(group: Any) -> Watch:

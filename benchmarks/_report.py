@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from _ddp import powersgd_elements
-from _language import GPT, Task, all_reduce_bytes
+from _language import Task, all_reduce_bytes, model_of
 from _methods import METHODS
 
 from lightning_onebit.algorithms import LocalSteps
@@ -203,7 +203,7 @@ class Costs:
 @lru_cache(maxsize=8)
 def tensors(task: Task) -> tuple[torch.Size, ...]:
     """Shapes of the model's parameters."""
-    return tuple(p.shape for p in GPT(task, 0).parameters())
+    return tuple(p.shape for p in model_of(task, 0).parameters())
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from _common import echo_group
 from _ddp import dense
-from _language import GPT, Task, backward, bytes_sent
+from _language import Task, backward, bytes_sent, model_of
 from _methods import METHODS
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -95,7 +95,7 @@ def _host(name: str, out: Path, names: Iterable[str]) -> None:
 
 def _count(task: Task, name: str) -> dict[str, Any]:
     method = METHODS[name]
-    model: Any = GPT(task, 0)
+    model: Any = model_of(task, 0)
     params = list(model.parameters())
     count = sum(p.numel() for p in params)
     if method.family == "world":
@@ -141,7 +141,7 @@ def measure_costs(task: Task, device: str, precision: str, names: Iterable[str],
     if device == "cpu":
         torch.set_num_threads(1)
     task = replace(task, warm_up=WARM_UP)
-    alone = GPT(task, 0).to(device)
+    alone = model_of(task, 0).to(device)
     rows = torch.randint(task.vocabulary, (task.rows, task.context + 1), device=device)
     compute = _least(lambda: backward(alone, rows, precision), repeats, device)
     local: dict[str, float] = {}
@@ -151,7 +151,7 @@ def measure_costs(task: Task, device: str, precision: str, names: Iterable[str],
     for name in names:
         if name.endswith(PUBLISHED):
             continue
-        method, model = METHODS[name], GPT(task, 0).to(device)
+        method, model = METHODS[name], model_of(task, 0).to(device)
         params = list(model.parameters())
         if method.family == "ddp":
             net = DistributedDataParallel(model)

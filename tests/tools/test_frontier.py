@@ -178,6 +178,19 @@ def test_a_method_of_each_family_trains(
     assert row["sent"][-1] == pytest.approx(expected, rel=5e-3)  # control rounds count too
 
 
+def test_a_task_of_the_demo_has_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert sum(shape.numel() for shape in _report.tensors(frontier.TASKS["b"])) == 3_286_528
+    tokens = torch.randint(256, (2000,), generator=torch.Generator().manual_seed(0))
+    monkeypatch.setattr(sys.modules["_language"], "corpus", lambda task: (tokens, tokens))
+    monkeypatch.setattr(frontier, "text_id", lambda task: "0")
+    before = torch.get_rng_state()
+    first, second = (
+        frontier.run_one(replace(TINY, demo=True), (name, 1e-6, 1), "cpu", False) for name in ("adamw", "onebit_adam")
+    )
+    assert first["loss"] == pytest.approx(second["loss"], rel=1e-4), "they begin with the same weights"
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_the_pictures_show_methods_that_are_bracketed(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "runs.jsonl"
