@@ -355,9 +355,7 @@ def test_digits_learns_with_the_automatic_freeze(tmp_path: Path) -> None:
     found = re.search(r"validation loss ([\d.]+), accuracy ([\d.]+) %", printed)
     assert found, printed[-3000:]
     assert float(found[2]) > 85, "ten classes: 10 % is chance"
-    assert steps_of(printed) == {"OnebitAdam": (20, 106, 0)}, (
-        "13 of 126 steps, as the learning rate is constant, and 7 refreshes"
-    )
+    assert steps_of(printed) == {"OnebitAdam": (66, 60, 0)}, "half of 126 steps, for so short a run, and 3 refreshes"
 
 
 def test_masked_model_trains_with_lamb_at_batches_by_accumulation(tmp_path: Path) -> None:
