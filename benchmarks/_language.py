@@ -77,8 +77,9 @@ class Task:
         return peak * (0.5 * (1 + math.cos(math.pi * done)) + 1e-3)
 
     def of_length(self: _Task, steps: int) -> _Task:
-        """The same task with another number of steps, rise and warm-up in proportion."""
+        """The same task with another number of steps, in proportion rise and warm-up, of which a hundred steps stay, up to half of all."""
         rise, warm_up = (max(1, round(part * steps / self.steps)) for part in (self.rise, self.warm_up))
+        warm_up = max(warm_up, min(self.warm_up, 100, steps // 2))
         return replace(self, steps=steps, rise=rise, warm_up=warm_up)
 
 

@@ -376,7 +376,9 @@ def main(arguments: list[str] | None = None) -> None:
     if not options.strategy.startswith("ddp"):
         callbacks.append(ob.callbacks.CompressionStats())
         if not options.strategy.startswith(WITHOUT_WARM_UP):
-            callbacks.append(ob.callbacks.VarianceFreeze(options.freeze_fraction or "auto"))
+            callbacks.append(
+                ob.callbacks.VarianceFreeze("auto" if options.freeze_fraction is None else options.freeze_fraction)
+            )
 
     trainer = pl.Trainer(
         accelerator=options.accelerator,

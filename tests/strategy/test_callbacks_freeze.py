@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_onebit.algorithms import OnebitAdam
+from lightning_onebit.callbacks import freeze
 from lightning_onebit.callbacks.freeze import (
     LearningRateWatch,
     VarianceFreezeMixin,
@@ -542,6 +543,14 @@ def test_minimum_and_maximum_are_counted_in_steps(
         optimizer = onebit_adam()
         _train(optimizer, [1e-3 * (1 + rise * step) for step in range(120)], planned, **options)
         assert optimizer.phase is Phase.COMPRESSED and optimizer.steps == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "few"), [({"at": 99}, True), ({"at": 100}, False), ({"latest": 0.1}, True), ({}, False)]
+)
+def test_a_freeze_after_few_steps_is_told_beforehand(options: dict[str, Any], few: bool, said: list[str]) -> None:
+    FakeTrainer([onebit_adam()], 600).start(VarianceFreezeMixin(**options))
+    assert (freeze.OF_FEW in said[0]) is few
 
 
 def test_auto_says_why_it_froze(said: list[str]) -> None:

@@ -203,3 +203,10 @@ def test_the_pictures_show_methods_that_are_bracketed(tmp_path: Path) -> None:
     assert [file.read_bytes()[:4] for file in files] == [b"\x89PNG"] * 2
     with pytest.raises(ValueError, match="no run of task a"):
         frontier.rows_of(path, replace(frontier.TASKS["a"], steps=7), ".", True)
+
+
+def test_a_shorter_run_keeps_a_hundred_steps_of_warm_up() -> None:
+    """Second moments over fewer gradients are noise, whatever the length of the run."""
+    task = frontier.TASKS["c"]
+    assert [task.of_length(steps).warm_up for steps in (1000, 400, 100)] == [200, 100, 50]
+    assert [task.of_length(steps).rise for steps in (1000, 400, 100)] == [100, 40, 10]
