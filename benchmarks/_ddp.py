@@ -9,10 +9,13 @@ parameters every ``period`` steps afterwards.
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
+import math
 import os
 import pickle
+import sys
 import tempfile
+import types
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
@@ -30,8 +33,8 @@ DENSE_STEPS = 2
 LEAST_RATE = 2
 #: steps from one average of post-local SGD to the next
 PERIOD = 20
-#: environment variable: a checkout of github.com/bloc97/DeMo, which needs einops
-DEMO_SOURCE = "DEMO_SOURCE"
+#: environment variables: checkouts of github.com/bloc97/DeMo, which needs einops, and of github.com/microsoft/dion
+DEMO_SOURCE, DION_SOURCE = "DEMO_SOURCE", "DION_SOURCE"
 
 
 class BehindDDP(Exchanging):
@@ -134,29 +137,94 @@ def post_local_sgd(net: DistributedDataParallel, lr: float, task: Task, *, perio
     return BehindDDP(net, lr, task, sends, PeriodicModelAverager(period, task.warm_up))
 
 
-class DeMo(Exchanging):
+class Authors(Exchanging):
+    """An optimizer of somebody else's that exchanges by itself, on gradients which DDP leaves to each worker."""
+
+    def __init__(self, net: DistributedDataParallel, lr: float, task: Task) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+
+        super().__init__(net.parameters(), lr, task, dist.group.WORLD)
+        net.register_comm_hook(None, noop_hook)
+        self.inner: Any = None
+
+    def step(self) -> None:  # type: ignore[override]
+        """One step on this worker's gradients."""
+        for group in self.inner.param_groups:
+            group["lr"] = self.param_groups[0]["lr"] * group.get("factor", 1.0)
+        self.inner.step()
+        self.sent += self.sends()
+
+    def sends(self) -> float:
+        """Bytes of the step that was made last."""
+        raise NotImplementedError
+
+
+class DeMo(Authors):
     """DeMo (arXiv 2411.19870) from its authors' ``demo.py``: each worker's largest cosine coefficients, gathered, and a step of signs.
 
     Bytes are those that it reports itself: 8 for the index of a coefficient and 4 for its value, to every other worker.
     """
 
     def __init__(self, net: DistributedDataParallel, lr: float, task: Task) -> None:
-        from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-
-        super().__init__(net.parameters(), lr, task, dist.group.WORLD)
-        net.register_comm_hook(None, noop_hook)  # gradients stay each worker's own
-        path = Path(os.environ[DEMO_SOURCE]) / "demo.py"
-        spec = importlib.util.spec_from_file_location("_demo_source", path)
-        assert spec is not None and spec.loader is not None
-        source = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(source)
+        super().__init__(net, lr, task)
+        source = _source(Path(os.environ[DEMO_SOURCE]), "demo")
         self.inner = source.DeMo(self.param_groups[0]["params"], lr=lr, process_group=self.group)
 
-    def step(self) -> None:  # type: ignore[override]
-        """One step on this worker's gradients."""
-        self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-        self.inner.step()
-        self.sent += (self.task.workers - 1) * self.inner.data_transmit
+    def sends(self) -> float:
+        """What it has counted."""
+        return float((self.task.workers - 1) * self.inner.data_transmit)
+
+
+class Dion(Authors):
+    """Dion (arXiv 2504.05295) from its authors' ``dion/dion_reference.py``: power iteration of momentum, both factors averaged.
+
+    Embeddings, the head, norms and biases are AdamW's, their gradients averaged whole; the head's lr is divided by the root of its width,
+    as its authors advise.
+
+    Args:
+        net: the model.
+        lr: of matrices, whose steps Dion scales by their shape, and of AdamW.
+        task: gives the workers.
+        fraction: rank of the factors over the smaller side of a matrix.
+    """
+
+    def __init__(self, net: DistributedDataParallel, lr: float, task: Task, *, fraction: float) -> None:
+        super().__init__(net, lr, task)
+        named = list(net.module.named_parameters())
+        matrices = [p for name, p in named if p.ndim == 2 and ("layers." in name or "blocks." in name)]
+        head = [p for name, p in named if name.endswith("head.weight")]
+        chosen = {id(p) for p in matrices + head}
+        others = [p for p in net.parameters() if id(p) not in chosen]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
+        if head:  # one that is tied to the embedding is among the others
+            groups.append({"params": head, "algorithm": "adamw", "factor": head[0].shape[1] ** -0.5})
+        source = _source(Path(os.environ[DION_SOURCE]) / "dion", "dion_reference")
+        self.inner = source.Dion(groups, self.group, rank_fraction=fraction, lr=lr, weight_decay=0.0)
+        elements = dion_elements([p.shape for p in matrices], fraction) + sum(p.numel() for p in others + head)
+        self.nbytes = all_reduce_bytes(task) * elements
+
+    def sends(self) -> float:
+        """Both factors, or the gradient where that is smaller."""
+        return self.nbytes
+
+
+def dion_elements(shapes: Iterable[Iterable[int]], fraction: float) -> int:
+    """Elements that Dion averages of matrices of these shapes: both factors, or the gradient where they are not smaller."""
+    total = 0
+    for rows, columns in shapes:
+        factors = math.ceil(fraction * min(rows, columns)) * (rows + columns)
+        total += min(factors, rows * columns) if fraction < 1 else rows * columns
+    return total
+
+
+def _source(folder: Path, name: str) -> Any:
+    """A module of a checkout, and what it imports beside it; what the folder's ``__init__`` imports is left alone."""
+    package = f"_source_of_{name}"
+    if not (folder / f"{name}.py").is_file():
+        raise ValueError(f"{folder} has no {name}.py; name a checkout of the repository")
+    sys.modules[package] = types.ModuleType(package)
+    sys.modules[package].__path__ = [str(folder)]
+    return importlib.import_module(f"{package}.{name}")
 
 
 def _elements(net: torch.nn.Module) -> int:

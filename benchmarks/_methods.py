@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from _ddp import DEMO_SOURCE, DeMo, dense, post_local_sgd, powersgd
+from _ddp import DEMO_SOURCE, DION_SOURCE, DeMo, Dion, dense, post_local_sgd, powersgd
 from _language import Exchanging, SignDescent, Task, all_reduce_bytes
 from torch import Tensor
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
@@ -162,6 +162,8 @@ def _methods() -> dict[str, Method]:
         Method("powersgd_4", "ddp", partial(powersgd, rank=4), "adam"),
         Method("post_local_sgd", "ddp", post_local_sgd, "adam"),
         Method("demo", "ddp", DeMo, "sign", DEMO_SOURCE),
+        Method("dion", "ddp", partial(Dion, fraction=1.0), "lamb", DION_SOURCE),
+        Method("dion_16", "ddp", partial(Dion, fraction=1 / 16), "lamb", DION_SOURCE),
         Method("onebit_adam_16bit", "world", _library(ob.OnebitAdam, "bfloat16", **frozen), "adam"),
         Method("zero_one_adam_16bit", "world", _library(ob.ZeroOneAdam, "bfloat16", **frozen), "adam"),
         Method("onebit_adam_published", "world", _library(ob.OnebitAdam, **frozen, recipe="published"), "adam"),

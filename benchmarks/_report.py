@@ -234,8 +234,8 @@ def wire(task: Task, method: str, bandwidth: float, compute: float) -> Wire:
     """The planner's seconds for a method.
 
     Dense gradients hide behind half of computing, as the planner presets it; averages of parameters do not. Majority votes travel as
-    BinSGDM's bits, DeMo's bytes as a part of a dense all-reduce. PowerSGD has three all-reduces per bucket of DDP, which hide as dense
-    ones do.
+    BinSGDM's bits, DeMo's and Dion's bytes as a part of a dense all-reduce. PowerSGD has three all-reduces per bucket of DDP, which hide
+    as dense ones do.
 
     Args:
         task: model and workers.

@@ -14,9 +14,9 @@ seeds 1, 2 and 3 follow at that rate. Within a seed all methods begin with the s
 fails is a result: its loss is infinite.
 
 Methods that exchange run in a ``SimulatedWorld``, dense ones see the batches of all workers in one process, torch's own (``ddp_fp16``,
-``powersgd_*``, ``post_local_sgd``) and ``demo`` run in a process per worker. Bytes are those that an efficient implementation sends: a
-ring all-reduce of fp32 gradients for dense methods, a bit to and from the server for majority votes; ``_ddp.py`` says what those in
-processes send.
+``powersgd_*``, ``post_local_sgd``), ``demo`` and ``dion*`` run in a process per worker. Bytes are those that an efficient implementation
+sends: a ring all-reduce of fp32 gradients for dense methods, a bit to and from the server for majority votes; ``_ddp.py`` says what those
+in processes send.
 ``sent`` in a line of a run belongs to the points of ``validation``, of the first worker's replica on a quarter of the windows of ``loss``.
 
 Tasks: ``a``, a byte model of 0.45 million parameters and 4 workers; ``a16``, the same data among 16 workers; ``b``, the demo's model of 3.3
@@ -45,7 +45,7 @@ import _report
 import _traffic
 import torch
 from _common import write_json
-from _ddp import DEMO_SOURCE, train_ddp
+from _ddp import DEMO_SOURCE, DION_SOURCE, train_ddp
 from _language import Run, corpus, text_id, train_dense, train_world
 from _methods import METHODS, Method
 from _report import loss_of
@@ -389,6 +389,9 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--all", action="store_true", help="also methods whose learning rate is not bracketed")
     for command in (run, cost, traffic):
         command.add_argument("--demo-src", type=Path, help="checkout of github.com/bloc97/DeMo, for the method demo")
+        command.add_argument(
+            "--dion-src", type=Path, help="checkout of github.com/microsoft/dion, for dion and dion_16"
+        )
     for command in (run, cost):
         command.add_argument(
             "--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu"
@@ -407,8 +410,9 @@ def main() -> None:
         return
     task = TASKS[arguments.task]
     task = task.of_length(arguments.steps) if getattr(arguments, "steps", None) else task
-    if getattr(arguments, "demo_src", None):
-        os.environ[DEMO_SOURCE] = str(arguments.demo_src.resolve())
+    for source, name in ((DEMO_SOURCE, "demo_src"), (DION_SOURCE, "dion_src")):
+        if getattr(arguments, name, None):
+            os.environ[source] = str(getattr(arguments, name).resolve())
     try:
         if arguments.command in ("plot", "first"):
             show(arguments, task)

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import _report
 import frontier
-from _ddp import powersgd_elements
-from _language import GPT, backward
+from _ddp import Dion, _source, dion_elements, powersgd_elements
+from _language import GPT, backward, model_of
 from _methods import METHODS
 
 START = 4e-3
@@ -90,6 +90,80 @@ def test_powersgd_sends_both_factors_or_the_whole() -> None:
     assert powersgd_elements([(100, 50), (100,)], 1) == 150 + 100
     assert powersgd_elements([(100, 50)], 4) == 600
     assert powersgd_elements([(4, 4)], 1) == 16, "factors are half of it, not less"
+
+
+#: stands in for the authors' file: averages what their Dion averages, and keeps what it was given
+DION = """
+import torch.distributed as dist
+from .beside import HERE
+
+class Dion:
+    def __init__(self, groups, replicate_mesh, rank_fraction, lr, weight_decay):
+        self.param_groups, self.fraction = groups, rank_fraction
+        assert HERE and replicate_mesh is dist.group.WORLD and weight_decay == 0
+
+    def step(self):
+        for group in self.param_groups:
+            for p in group["params"]:
+                whole = group.get("algorithm") == "adamw" or self.fraction == 1
+                rows = [p.grad] if whole else [p.grad[:, :1], p.grad[:1]]
+                for row in rows:
+                    dist.all_reduce(row.contiguous())
+"""
+
+
+@pytest.mark.parametrize("fraction", [1.0, 1 / 32])
+@pytest.mark.parametrize("demo", [False, True])
+def test_dion_gets_matrices_of_layers_and_its_bytes_are_counted(
+    demo: bool, fraction: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rest is AdamW's; a head that is not tied has a smaller learning rate."""
+    folder = tmp_path / "dion"
+    folder.mkdir()
+    for name, text in {
+        "__init__": "raise ImportError('no triton')",
+        "beside": "HERE = True",
+        "dion_reference": DION,
+    }.items():
+        (folder / f"{name}.py").write_text(text)
+    monkeypatch.setenv("DION_SOURCE", str(tmp_path))
+    task = replace(TINY, workers=4, width=32, demo=demo)
+    payload = [0]
+    real = dist.all_reduce
+
+    def counted(tensor: torch.Tensor) -> Any:
+        payload[0] += tensor.nbytes
+        return real(tensor)
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        monkeypatch.setattr(dist, "all_reduce", counted)
+        net = DistributedDataParallel(model_of(task, 0))
+        optimizer = METHODS["dion"].make(net, 1e-2, task) if fraction == 1 else Dion(net, 1e-2, task, fraction=fraction)
+        backward(net, torch.randint(256, (1, 9)), "fp32")
+        optimizer.param_groups[0]["lr"] = 4e-3
+        optimizer.step()
+        assert optimizer.sent == pytest.approx(2 * 3 / 4 * payload[0])
+        matrices, others, *heads = optimizer.inner.param_groups
+        assert {id(p) for p in matrices["params"]} < {id(p) for p in net.parameters() if p.ndim == 2}
+        assert len(matrices["params"]) == 4 and (matrices["lr"], others["lr"]) == (4e-3, 4e-3)
+        assert [group["lr"] for group in heads] == pytest.approx([4e-3 / 32**0.5] if demo else [])
+        assert sum(len(group["params"]) for group in optimizer.inner.param_groups) == len(list(net.parameters()))
+        del net, optimizer
+        gc.collect()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_dion_sends_both_factors_or_the_gradient() -> None:
+    assert dion_elements([(100, 50)], 1.0) == 5000
+    assert dion_elements([(100, 50)], 1 / 16) == 4 * 150
+    assert dion_elements([(4, 4)], 1 / 2) == 16, "factors are not smaller"
+
+
+def test_a_checkout_without_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no dion_reference\.py"):
+        _source(tmp_path, "dion_reference")
 
 
 @pytest.mark.parametrize(
