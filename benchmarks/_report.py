@@ -199,6 +199,10 @@ class Costs:
     local: Mapping[str, float]
     source: str
 
+    def of(self, method: str) -> float:
+        """Seconds of a step of a method before anything is sent; published recipes cost what their methods do."""
+        return self.compute + self.local.get(method.removesuffix("_published"), 0.0)
+
 
 @lru_cache(maxsize=8)
 def tensors(task: Task) -> tuple[torch.Size, ...]:
@@ -270,7 +274,7 @@ def wire(task: Task, method: str, bandwidth: float, compute: float) -> Wire:
 def times(task: Task, run: Mapping[str, Any], bandwidth: float, costs: Costs) -> list[float]:
     """Seconds from the start of a run to each of its checks."""
     waits = wire(task, run["method"], bandwidth, costs.compute)
-    own = costs.compute + costs.local.get(run["method"].removesuffix("_published"), 0.0)
+    own = costs.of(run["method"])
     seconds, last_step, last_sent, total = [], 0, 0.0, 0.0
     for (step, _), sent in zip(run["validation"], run["sent"], strict=True):
         steps = step - last_step

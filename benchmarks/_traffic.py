@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import os
+import statistics
 import sys
 import tempfile
 import time
@@ -51,24 +52,28 @@ def countable(name: str) -> bool:
     return name == "adamw" or (METHODS[name].family != "dense" and not name.endswith(("_vote", PUBLISHED)))
 
 
-def measure_bytes(task: Task, names: Iterable[str], hosts: int, timeout: float = 900.0) -> list[dict[str, Any]]:
+def measure_network(
+    task: Task, names: Iterable[str], hosts: int, megabits: float = 10_000.0, timeout: float = 900.0
+) -> list[dict[str, Any]]:
     """Trains with each method over network namespaces of their own.
 
     Args:
         task: its model; its number of workers is not looked at.
         names: of methods.
         hosts: processes, each in a namespace.
+        megabits: per second, of every host.
         timeout: seconds until they are ended.
 
     Returns:
-        By method: what its formula and what the kernel counted, bytes per parameter and step, a mean over the hosts.
+        By method: what its formula and what the kernel counted, bytes per parameter and step, a mean over the hosts; and the median
+        milliseconds of a step, of the first host.
 
     Raises:
         RuntimeError: no root, no iproute2, or a process failed.
     """
     from _network import SlowNetwork
 
-    with tempfile.TemporaryDirectory() as folder, SlowNetwork(hosts, 10_000.0, prefix="frontier") as network:
+    with tempfile.TemporaryDirectory() as folder, SlowNetwork(hosts, megabits, prefix="frontier") as network:
         out = Path(folder) / "bytes.json"
         command = [sys.executable, __file__, task.name, str(out), *names]
         network.launch(command, {"OMP_NUM_THREADS": "1"}, timeout, Path(folder))
@@ -104,7 +109,7 @@ def _count(task: Task, name: str) -> dict[str, Any]:
     else:
         model = DistributedDataParallel(model)
         optimizer = (dense if method.family == "dense" else method.make)(model, 1e-3, task)
-    counted = []
+    counted, spent = [], []
     for step in range(WARM + STEPS + 1):
         if step in (WARM, WARM + STEPS):
             dist.barrier()
@@ -112,13 +117,15 @@ def _count(task: Task, name: str) -> dict[str, Any]:
         if step == WARM + STEPS:
             break
         draws = torch.Generator().manual_seed(step * task.workers + dist.get_rank())
+        began = time.perf_counter()
         optimizer.zero_grad()
         backward(model, torch.randint(task.vocabulary, (task.rows, task.context + 1), generator=draws), "fp32")
         optimizer.step()
+        spent.append(1e3 * (time.perf_counter() - began))
     totals = torch.tensor(counted, dtype=torch.float64).diff(dim=0)[0]
     dist.all_reduce(totals)
     formula, kernel = (totals / (task.workers * STEPS * count)).tolist()
-    return {"method": name, "formula": formula, "kernel": kernel}
+    return {"method": name, "formula": formula, "kernel": kernel, "milliseconds": statistics.median(spent[WARM:])}
 
 
 # ----- seconds --------------------------------------------------------------------------------------------------------
@@ -194,6 +201,14 @@ def print_bytes(rows: Iterable[Mapping[str, Any]]) -> None:
     print(f"{'bytes per parameter and step':28} {'formula':>8} {'kernel':>8} {'ratio':>6}")
     for row in rows:
         print(f"{row['method']:28} {row['formula']:8.4f} {row['kernel']:8.4f} {row['kernel'] / row['formula']:6.3f}")
+
+
+def print_seconds(rows: Iterable[Mapping[str, Any]]) -> None:
+    """A line per method."""
+    print(f"{'milliseconds of a step':28} {'model':>8} {'network':>8} {'ratio':>6}")
+    for row in rows:
+        ratio = row["milliseconds"] / row["predicted"]
+        print(f"{row['method']:28} {row['predicted']:8.1f} {row['milliseconds']:8.1f} {ratio:6.3f}")
 
 
 if __name__ == "__main__":

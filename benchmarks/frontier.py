@@ -7,6 +7,7 @@
     python benchmarks/frontier.py plot --task a                  loss against bytes, and against time at four bandwidths
     python benchmarks/frontier.py first --task a                 which method reaches AdamW's last loss first, by bandwidth
     sudo python benchmarks/frontier.py bytes --task a            formulas against what the kernel counts
+    sudo python benchmarks/frontier.py seconds --task a          seconds of a step by the planner's model against a slow network
 
 A run is one line of ``benchmarks/results/frontier_runs.jsonl``. A run that is there is not repeated, so an interrupted study goes on.
 The learning rate of each method is searched with seed 0, on a grid of factor 2, until the best one has a worse neighbour on both sides;
@@ -36,7 +37,7 @@ import statistics
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,7 @@ from _methods import METHODS, Method
 from _report import loss_of
 
 RUNS = Path(__file__).resolve().parent / "results" / "frontier_runs.jsonl"
-COSTS, BYTES = RUNS.with_name("frontier_costs.json"), RUNS.with_name("frontier_bytes.json")
+COSTS, BYTES, SECONDS = (RUNS.with_name(f"frontier_{name}.json") for name in ("costs", "bytes", "seconds"))
 SEARCH_SEED, SEEDS = 0, (1, 2, 3)
 CHECKS = 10
 #: learning rates this many doublings from the start of the search are not tried
@@ -325,22 +326,46 @@ def show(arguments: argparse.Namespace, task: Task) -> None:
 
 
 def measure(arguments: argparse.Namespace, task: Task) -> None:
-    """``cost`` and ``bytes``: a file that keeps what other tasks and processors have left in it."""
-    names = [name for name, method in METHODS.items() if re.search(arguments.only, name) and method.available]
-    if arguments.command == "bytes":
-        from _network import SlowNetwork
+    """``cost``, ``bytes`` and ``seconds``: a file that keeps what other tasks, processors and bandwidths have left in it.
 
-        if reason := SlowNetwork.requirement():
-            raise ValueError(reason)
-        path, key = BYTES, f"{task.name} {arguments.hosts} hosts"
-        found: Any = _traffic.measure_bytes(task, [name for name in names if _traffic.countable(name)], arguments.hosts)
-        _traffic.print_bytes(found)
-    else:
+    Raises:
+        ValueError: no network can be made, or for ``seconds`` no costs.
+    """
+    names = [name for name, method in METHODS.items() if re.search(arguments.only, name) and method.available]
+    if arguments.command == "cost":
         path, key = COSTS, f"{task.name} {_processor(arguments.device)}"
-        found = _traffic.measure_costs(task, arguments.device, _precision(task, arguments.device), names)
+        found: Any = _traffic.measure_costs(task, arguments.device, _precision(task, arguments.device), names)
         print(json.dumps(found, indent=1))
+    else:
+        path, key, found = _over_network(arguments, task, [name for name in names if _traffic.countable(name)])
     stored = json.loads(path.read_text()) if path.exists() else {}
     write_json(path, stored | {key: found})
+
+
+def _over_network(arguments: argparse.Namespace, task: Task, names: Sequence[str]) -> tuple[Path, str, Any]:
+    """``bytes`` and ``seconds``: file, key and rows."""
+    from _network import SlowNetwork
+
+    if reason := SlowNetwork.requirement():
+        raise ValueError(reason)
+    key = f"{task.name} {arguments.hosts} hosts"
+    if arguments.command == "bytes":
+        rows = _traffic.measure_network(task, names, arguments.hosts)
+        for row in rows:
+            del row["milliseconds"]
+        _traffic.print_bytes(rows)
+        return BYTES, key, rows
+    costs = _report.read_costs(COSTS, task, "cpu", (), None)
+    if costs is None:
+        raise ValueError(f"no costs of a step on cpu: `frontier.py cost --task {task.name}` measures them")
+    rows = _traffic.measure_network(task, names, arguments.hosts, arguments.bandwidth)
+    for row in rows:
+        waits = _report.wire(
+            replace(task, workers=arguments.hosts), row["method"], 1e6 * arguments.bandwidth, costs.compute
+        )
+        row["predicted"] = 1e3 * (costs.of(row["method"]) + waits.seconds(row["formula"]))
+    _traffic.print_seconds(rows)
+    return SECONDS, f"{key} {arguments.bandwidth:g} Mb/s", rows
 
 
 def _rates(options: Sequence[str]) -> dict[str, list[float]]:
@@ -376,8 +401,13 @@ def _parser() -> argparse.ArgumentParser:
     first = commands.add_parser("first", help="which method first reaches AdamW's last loss, by bandwidth")
     cost = commands.add_parser("cost", help="measure computing and the optimizers' own work")
     traffic = commands.add_parser("bytes", help="hold formulas against what the kernel counts; needs root and iproute2")
-    traffic.add_argument("--hosts", type=int, default=2, help="processes, each in a network namespace")
-    for command in (run, plot, first, cost, traffic):
+    seconds = commands.add_parser(
+        "seconds", help="hold seconds of steps against a slow network; needs root and iproute2"
+    )
+    seconds.add_argument("--bandwidth", type=float, default=100.0, help="of every host, megabits per second")
+    for command in (traffic, seconds):
+        command.add_argument("--hosts", type=int, default=2, help="processes, each in a network namespace")
+    for command in (run, plot, first, cost, traffic, seconds):
         command.add_argument("--task", choices=TASKS, default="a")
         command.add_argument("--only", default=".", help="regular expression of methods")
     for command in (run, plot, first):
@@ -387,7 +417,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (plot, first):
         command.add_argument("--compute-ms", type=float, help="of forward and backward, instead of what was measured")
         command.add_argument("--all", action="store_true", help="also methods whose learning rate is not bracketed")
-    for command in (run, cost, traffic):
+    for command in (run, cost, traffic, seconds):
         command.add_argument("--demo-src", type=Path, help="checkout of github.com/bloc97/DeMo, for the method demo")
         command.add_argument(
             "--dion-src", type=Path, help="checkout of github.com/microsoft/dion, for dion and dion_16"
@@ -416,7 +446,7 @@ def main() -> None:
     try:
         if arguments.command in ("plot", "first"):
             show(arguments, task)
-        elif arguments.command in ("cost", "bytes"):
+        elif arguments.command in ("cost", "bytes", "seconds"):
             measure(arguments, task)
         else:
             if arguments.lr and not arguments.no_search:
