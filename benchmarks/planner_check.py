@@ -99,7 +99,7 @@ def arithmetic() -> list[Row]:
         return 1 / (share + (1 - share) / 16)
 
     counts = replay_schedule(
-        152_511, freeze_step=12_500, policy=SyncPolicy(LocalSteps(double_every=32_678)), refresh=False
+        152_511, freeze_step=12_500, policy=SyncPolicy(LocalSteps(double_every=32_678)), refresh=False, dense=0
     )
     share = 23_000 / 152_500
     stage = max(compressed / dense for dense, compressed in PUBLISHED.values())

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_onebit._choices import Recipe, RefreshRule, choices
 from lightning_onebit.algorithms.moments import FrozenMoments, MomentOptions
-from lightning_onebit.algorithms.schedules import REFRESHES_PER_DOUBLING, VariancePolicy
+from lightning_onebit.algorithms.schedules import FEWEST_GRADIENTS, REFRESHES_PER_DOUBLING, VariancePolicy
 from lightning_onebit.algorithms.updates import fp32_zeros_like
 from lightning_onebit.comm.ranges import ranged
 from lightning_onebit.engine.arenas import Phase
@@ -39,8 +39,8 @@ class RefreshOptions(MomentOptions):
 
     recipe: Recipe = "default"
     refresh: int | RefreshRule = "auto"
-    # refreshes after which the gap between refreshes doubles: smaller in tests
-    _doubling: int = REFRESHES_PER_DOUBLING
+    # refreshes after which the gap between refreshes doubles, from the first step on: for tests
+    _doubling: int | None = None
 
     def __post_init__(self) -> None:
         """Checks every option."""
@@ -60,7 +60,8 @@ class RefreshedMoments(FrozenMoments):
     """Second moments that are refreshed by dense steps on 0/1 Adam's schedule."""
 
     def __init__(self, options: RefreshOptions, exchange: ExchangeOptions) -> None:
-        self.variance_policy = VariancePolicy(options._doubling)
+        dense = FEWEST_GRADIENTS if options.recipe == "default" and options._doubling is None else 0
+        self.variance_policy = VariancePolicy(options._doubling or REFRESHES_PER_DOUBLING, dense)
         super().__init__(options, exchange)
 
     def dense_steps_after_freeze(self, freeze_step: int, steps: int) -> int:
@@ -183,7 +184,7 @@ class RefreshedMoments(FrozenMoments):
         if "variance_policy" in books:
             policy.load_state_dict(books["variance_policy"])
         else:  # nobody's, or a state of plain Adam
-            policy = self.variance_policy = VariancePolicy(policy.scaler)
+            policy = self.variance_policy = VariancePolicy(policy.scaler, policy.dense)
             if self.kept.steps:
                 policy.record(self.kept.steps)
         policy.frozen = phase is not Phase.WARMUP

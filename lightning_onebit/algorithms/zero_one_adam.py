@@ -47,11 +47,12 @@ class ZeroOneAdamOptions(RefreshOptions):
 
     Attributes:
         freeze_step: last step in which the variance is refreshed as often as it is young, >= 1; local steps follow. None: by ``freeze()``.
+            Before step 100 the variance is noise, see docs/freeze.
         local_steps: how rarely ranks synchronise after it.
-        recipe: ``"default"``, or ``"published"``: momenta themselves are compressed, a refresh counts for one update of the variance (not
-            for the steps since the last one), nothing refreshes it after the freeze, and local steps are not bounded. A variance that
-            freezes before its 32nd refresh is then refused where one-bit noise divided by it would move the weights of a tensor by
-            more than 3 lr in a step.
+        recipe: ``"default"``, or ``"published"``: momenta themselves are compressed, refreshes grow rarer from the 18th step on, a refresh
+            counts for one update of the variance (not for the steps since the last one), nothing refreshes it after the freeze, and
+            local steps are not bounded. A variance that freezes before its 32nd refresh is then refused where one-bit noise divided by
+            it would move the weights of a tensor by more than 3 lr in a step.
         refresh: see ``RefreshOptions``.
         bias_correction: see ``MomentOptions``.
         denominator_floor: see ``MomentOptions``.
@@ -426,7 +427,8 @@ class ZeroOneAdam(OnebitOptimizer):
     By the default recipe what travels is divided by the denominators ``D = sqrt(vhat) + eps`` first: it is the
     very change of the weights in units of lr, ``exchange((b1 m + (1-b1) g_i)/D)`` and ``exchange(u_i/(S/H)/D)``.
 
-    Refreshes go on after the freeze, on the same schedule (``refresh``); ranks synchronise in the step before each.
+    The first 100 steps are refreshes, so that second moments are means of as many gradients; by the published schedule, 45 of them would
+    be. Refreshes go on after the freeze, on the same schedule (``refresh``); ranks synchronise in the step before each.
 
     Source: "0/1 Adam", arXiv 2202.06009, algorithm 1; this library's differences are listed in docs/differences.
 

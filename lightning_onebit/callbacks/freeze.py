@@ -13,6 +13,7 @@ import torch
 from lightning_onebit._choices import Automatic
 from lightning_onebit._names import shown_as
 from lightning_onebit._say import below_bar, rank_zero_info
+from lightning_onebit.algorithms.schedules import FEWEST_GRADIENTS
 from lightning_onebit.callbacks._common import WatchingCallback, misconfiguration, named_optimizers, uncompressed
 from lightning_onebit.callbacks.guard import DivergenceGuardMixin
 from lightning_onebit.comm import control_payload_bytes, exchange_collectives, peer_bytes, plan_buckets, ring_bytes
@@ -23,10 +24,8 @@ from lightning_onebit.engine.sharded import local_of
 # shares of the planned steps between which the automatic rule freezes where nobody has chosen others
 EARLIEST, LATEST = 0.1, 0.2
 
-# Dense steps that it waits for besides, but not for more than half of the run: a second moment is a mean over gradients of its coordinate,
-# and one over fewer is so uncertain that steps divided by its root are noise (docs/freeze).
-FEWEST = 100
-OF_FEW = f"Frozen after fewer than {FEWEST} steps, second moments are noisy: the loss may end some per cent higher."
+# It waits for FEWEST_GRADIENTS dense steps besides, but not for more than half of the run (docs/freeze).
+OF_FEW = f"Frozen after fewer than {FEWEST_GRADIENTS} steps, second moments are noisy: the loss may end some per cent higher."
 
 # Where a compressed step sends more than this share of a dense one, no schedule makes the run worth while.
 LITTLE_GAIN = 0.9
@@ -234,7 +233,7 @@ class VarianceFreezeMixin(WatchingCallback):
                 optimizer.register_load_state_dict_post_hook(partial(self._after_load, trainer, watch)).remove,
             ]
             if watch.warms_up:
-                few = watch.steps == "dense steps" and watch.latest < FEWEST
+                few = watch.latest < FEWEST_GRADIENTS
                 rank_zero_info(self._forecast(trainer, watch) + (f" {OF_FEW}" if few else ""))
                 # A resumed run may be past the step that the callback asks for by now.
                 if optimizer.steps >= watch.latest:
@@ -384,7 +383,7 @@ class VarianceFreezeMixin(WatchingCallback):
         # one that nobody has chosen gives way to a smaller maximum
         earliest = latest // 2 if planned is None else round(EARLIEST * planned)
         if self._by_itself and planned is not None:
-            fewest = min(FEWEST, planned // 2)
+            fewest = min(FEWEST_GRADIENTS, planned // 2)
             earliest, latest = max(earliest, fewest), max(latest, fewest)
         return min(max(1, earliest), latest), latest
 

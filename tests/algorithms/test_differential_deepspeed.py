@@ -146,10 +146,10 @@ def test_schedule_replay_gives_the_published_rounds() -> None:
     assert theirs == published
     # it asks `step > var_freeze_step` after the step, so its 12,500 lets 12,501 steps pass before the local stage
     policy = SyncPolicy(LocalSteps(double_every=32_678))
-    ours = replay_schedule(152_511, freeze_step=12_501, policy=policy, refresh=False)
+    ours = replay_schedule(152_511, freeze_step=12_501, policy=policy, refresh=False, dense=0)
     assert ours == published
     policy = SyncPolicy(LocalSteps())
-    ours = replay_schedule(152_511, freeze_step=12_500, policy=policy, refresh=False)
+    ours = replay_schedule(152_511, freeze_step=12_500, policy=policy, refresh=False, dense=0)
     assert sum(ours.values()) == 152_511
     for kind, count in published.items():
         assert ours[kind] == pytest.approx(count, rel=0.01), kind

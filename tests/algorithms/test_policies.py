@@ -44,6 +44,15 @@ def test_refresh_gap_doubles_after_every_scaler_refreshes() -> None:
     assert refreshes(VariancePolicy(1), 40) == [1, 2, 4, 8, 16, 32]
 
 
+def test_the_first_steps_may_all_be_refreshes() -> None:
+    """Until the freeze; afterwards gaps are those of the steps."""
+    assert refreshes(VariancePolicy(dense=100), 113) == [*range(1, 101), 104, 108, 112]
+    policy = VariancePolicy(dense=100)
+    assert refreshes(policy, 40) == [*range(1, 41)]
+    policy.freeze(40, None, learned=False)
+    assert refreshes(policy, 80, first=41) == [56, 72]
+
+
 def test_after_the_freeze_gaps_are_those_of_the_steps_and_16_at_least() -> None:
     policy = VariancePolicy(16)
     policy.freeze(300, None, learned=True)
@@ -141,7 +150,7 @@ def test_replay_counts_the_rounds_of_the_written_down_policies(
 ) -> None:
     gaps = {"double_every": local_scaler} if clipper > 1 else {}
     policy = SyncPolicy(LocalSteps(max_gap=clipper, **gaps))
-    ours = replay_schedule(steps, freeze_step=freeze, policy=policy, refresh=refresh, doubling=scaler)
+    ours = replay_schedule(steps, freeze_step=freeze, policy=policy, refresh=refresh, doubling=scaler, dense=0)
     t_v, t_u = oracle.VariancePolicy(scaler), oracle.SyncPolicy(freeze, local_scaler, clipper)
     theirs = {"dense": 0, "one_bit": 0, "silent": 0}
     for t in range(1, steps + 1):
