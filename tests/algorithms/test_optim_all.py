@@ -666,8 +666,8 @@ LONG: dict[str, tuple[dict[str, Any], int]] = {
     # and refreshes at 36, 52, ..., 100
     "onebit_adam": ({"freeze_step": 20}, 25),
     "onebit_lamb": ({"freeze_step": 20}, 20),
-    # refreshes at 1 to 17 and 19, and at 35, 51, ..., 99; gap 1, then 2 from step 31 on, then 4 from step 41 on
-    "zero_one_adam": ({"freeze_step": 20, "local_steps": LocalSteps(max_gap=4, double_every=10)}, 23),
+    # refreshes at 1 to 20, and at 36, 52, ..., 100; gap 1, then 2 from step 31 on, then 4 from step 41 on
+    "zero_one_adam": ({"freeze_step": 20, "local_steps": LocalSteps(max_gap=4, double_every=10)}, 25),
     "binsgdm": ({}, 0),
     "onebit_sgd": ({"momentum": 0.9}, 0),
 }
