@@ -367,22 +367,22 @@ def plot(task: Task, rows: Sequence[Row], costs: Costs | None, stem: Path) -> li
         axis.set_ylim(top=_top([losses for _, losses in kept]))
 
     paths = [stem.with_name(f"{stem.name}_bytes.png")]
-    figure, axis = plt.subplots(figsize=(8, 5))
+    figure, axis = plt.subplots(figsize=(9, 5))
     draw(axis, lambda run: run["sent"], "bytes that a worker has sent per parameter", "log")
     axis.set_ylabel("validation loss, nats")
     axis.set_title(f"task {task.name}, {task.workers} workers, {task.steps:,} steps", fontsize=10)
-    axis.legend(fontsize=7, ncols=2)
+    axis.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.tight_layout()
     figure.savefig(paths[0], dpi=150)
     plt.close(figure)
     if costs is None:
         return paths
     paths.append(stem.with_name(f"{stem.name}_time.png"))
-    figure, axes = plt.subplots(2, 2, figsize=(11, 8), sharey=True)
+    figure, axes = plt.subplots(2, 2, figsize=(12, 8), sharey=True)
     for axis, (label, bandwidth) in zip(axes.flat, BANDWIDTHS.items(), strict=True):
         draw(axis, lambda run: times(task, run, bandwidth, costs), "seconds", "linear")  # noqa: B023
         axis.set_title(label, fontsize=10)
-    axes[0][0].legend(fontsize=6, ncols=2)
+    axes[0][1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     for axis in axes[:, 0]:
         axis.set_ylabel("validation loss, nats")
     figure.suptitle(f"task {task.name}, {task.workers} workers, by the planner's model; {costs.source}", fontsize=10)
