@@ -508,7 +508,7 @@ def half_steps(p: torch.nn.Parameter, optimizer: Any, rank: int, first: int, las
 @pytest.mark.parametrize("recipe", ["default", "published"])
 def test_unused_coordinates_stay_bounded_where_one_rank_or_adamw_goes_on_from_one_bit_rounds(recipe: str) -> None:
     """Their momentum is noise and their second moment 0, which an optimizer that does not compress must not divide by."""
-    steps, options = 30, {"recipe": recipe}
+    steps, options = 30, {"recipe": recipe, "_doubling": 16}
     saved = SimulatedWorld(2).run(lambda group: half_worker(group, group.rank, None, 0, steps, **options))[0]
     (mine,) = saved[1]["state"].values()
     assert float(mine["exp_avg"][1::2].abs().max()) > 0

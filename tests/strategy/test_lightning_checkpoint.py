@@ -38,7 +38,7 @@ def fit_with_warnings(trainer: Any, module: Any, **kwargs: Any) -> list[str]:
 def save_and_resume(rank: int, world: int, folder: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     pl = enter(rank)
-    freeze.FEWEST = 1  # not half of so short a run
+    freeze.FEWEST_GRADIENTS = 1  # not half of so short a run
 
     # compressed stage, with the freeze chosen by the default callback: a tenth of the 20 planned steps, for the learning rate does not rise
     module = make_module(pl, onebit(None))
