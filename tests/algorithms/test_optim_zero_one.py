@@ -154,13 +154,24 @@ def without_local_steps(group: Any, rank: int, world: int, kind: Any, options: d
     return trajectory, {name: tensor.clone() for name, tensor in tensors.items()}
 
 
-@pytest.mark.parametrize("recipe", ["default", "published"])
-def test_without_local_steps_it_is_1_bit_adam_bit_for_bit_however_lr_falls(recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "freeze_step"), [("default", 20), ("published", 8)])
+def test_without_local_steps_it_is_1_bit_adam_bit_for_bit_however_lr_falls(recipe: str, freeze_step: int) -> None:
     """So what is held back enters with the lr of the step that it enters, and is no larger than 1-bit Adam's at the end of a schedule."""
-    rule = {"freeze_step": 8, "refresh": "never", "recipe": recipe}
+    rule = {"freeze_step": freeze_step, "refresh": "never", "recipe": recipe}
     ours = run_world(without_local_steps, 2, ZeroOneAdam, {"local_steps": LocalSteps(max_gap=1), **rule})
     theirs = run_world(without_local_steps, 2, OnebitAdam, rule)
     assert equal(ours, theirs)
+
+
+@pytest.mark.parametrize(("recipe", "dense"), [("default", 104), ("published", 49)])
+def test_its_first_hundred_steps_are_dense_by_the_default_recipe_alone(recipe: str, dense: int) -> None:
+    """Then, up to step 120, the published schedule: 4 refreshes in both."""
+    p = torch.nn.Parameter(torch.zeros(40))
+    optimizer = ZeroOneAdam([p], freeze_step=200, recipe=recipe, exchange=ExchangeOptions(_alone=True, block_size=32))
+    for _ in range(120):
+        p.grad = torch.ones(40)
+        optimizer.step()
+    assert (optimizer.ledger.dense_steps, optimizer.ledger.compressed_steps) == (dense, 120 - dense)
 
 
 # ----- learning rate 0 -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from harness import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_onebit.algorithms import OnebitAdam
+from lightning_onebit.algorithms import OnebitAdam, ZeroOneAdam
 from lightning_onebit.callbacks import freeze
 from lightning_onebit.callbacks.freeze import (
     LearningRateWatch,
@@ -550,6 +550,14 @@ def test_minimum_and_maximum_are_counted_in_steps(
 )
 def test_a_freeze_after_few_steps_is_told_beforehand(options: dict[str, Any], few: bool, said: list[str]) -> None:
     FakeTrainer([onebit_adam()], 600).start(VarianceFreezeMixin(**options))
+    assert (freeze.OF_FEW in said[0]) is few
+
+
+@pytest.mark.parametrize(("at", "few"), [(99, True), (100, False)])
+def test_a_freeze_of_0_1_adam_after_few_steps_is_told_too(at: int, few: bool, said: list[str]) -> None:
+    exchange = ExchangeOptions(_alone=True, block_size=32)
+    optimizer = ZeroOneAdam([torch.nn.Parameter(torch.zeros(40))], exchange=exchange)
+    FakeTrainer([optimizer], 600).start(VarianceFreezeMixin(at=at))
     assert (freeze.OF_FEW in said[0]) is few
 
 
