@@ -47,7 +47,7 @@ NAMES = ("adamw", "onebit_adam", "zero_one_adam", "binsgdm", "lamb", "onebit_lam
 SEEDS = (1, 2, 3, 4, 5)
 #: learning rates rise in a tenth of the steps, second moments freeze after half of them, as by default in a short run
 TASKS = {
-    name: Task(name, 4, 4, 48, 111, 11, 55, 30522, 384, 6, starts={"adam": 1e-4, "lamb": 2e-3, "sign": 2e-5})
+    name: Task(name, 4, 4, 48, 111, 11, 55, 30522, 384, 6, starts={"adam": 2e-4, "lamb": 2e-3, "sign": 2e-5})
     for name in ("news", "spam")
 }
 
