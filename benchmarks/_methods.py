@@ -168,6 +168,7 @@ def _methods() -> dict[str, Method]:
         Method("dion_16", "ddp", partial(Dion, fraction=1 / 16), "lamb", DION_SOURCE),
         Method("onebit_adam_16bit", "world", library(ob.OnebitAdam, "bfloat16", **frozen), "adam"),
         Method("zero_one_adam_16bit", "world", library(ob.ZeroOneAdam, "bfloat16", **frozen), "adam"),
+        Method("onebit_lamb_16bit", "world", library(ob.OnebitLamb, "bfloat16", **frozen), "lamb"),
         Method("onebit_adam_published", "world", library(ob.OnebitAdam, **frozen, recipe="published"), "adam"),
         Method("zero_one_adam_published", "world", library(ob.ZeroOneAdam, **frozen, recipe="published"), "adam"),
         Method("binsgdm_published", "world", library(ob.BinSGDM, recipe="published"), "sign"),
