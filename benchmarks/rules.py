@@ -242,7 +242,8 @@ def _dense_adam(betas: tuple[float, float]) -> Callable[..., Any]:
 def _library(cls: type[Any], **options: Any) -> Callable[..., Any]:
     def make(params: Any, lr: float, task: Task, group: Any) -> Any:
         resolved = {name: value(task) if callable(value) else value for name, value in options.items()}
-        return cls(params, lr=lr, exchange=ob.ExchangeOptions(process_group=group), **resolved)
+        exchange = ob.ExchangeOptions(state_dtype="float32", process_group=group)
+        return cls(params, lr=lr, exchange=exchange, **resolved)
 
     return make
 

@@ -78,7 +78,7 @@ def local(
     copies = [torch.empty(elements, device=device), torch.empty(elements, device=device)]
     candidates["copy of the gradient"] = timed(lambda: copies[0].copy_(copies[1]))
     variants: dict[str, dict[str, Any]] = {
-        "onebit step": {},
+        "onebit step": {"state_dtype": "float32"},
         "onebit, bf16 state": {"state_dtype": "bfloat16"},
     }
     for size in bucket_mb:

@@ -111,7 +111,7 @@ def run(
 
     def made() -> ob.OnebitOptimizer:
         groups = [{"params": params[:-2]}, {"params": params[-2:-1], "compress": not dense}, {"params": params[-1:]}]
-        exchange = ob.ExchangeOptions(**options.get("exchange", {}), process_group=group)
+        exchange = ob.ExchangeOptions(**{"state_dtype": "float32", **options.get("exchange", {})}, process_group=group)
         optimizer = build(groups, **{**options, "exchange": exchange})
         if ranks_per_node > 1:
             optimizer.configure_communication(group, ranks_per_node=ranks_per_node)

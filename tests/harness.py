@@ -246,7 +246,7 @@ def grouped(options: Mapping[str, Any], **differing: Any) -> dict[str, Any]:
 
     given = {**options, **differing}
     exchange = {f.name: given.pop(f.name) for f in fields(ExchangeOptions) if f.name in given}
-    return {**given, "exchange": replace(given.get("exchange", ExchangeOptions()), **exchange)} if exchange else given
+    return {**given, "exchange": replace(given.get("exchange", ExchangeOptions(state_dtype="float32")), **exchange)}
 
 
 # ----- what really went through torch.distributed -------------------------------------------------------------------------------

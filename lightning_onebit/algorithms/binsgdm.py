@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_onebit._choices import Recipe, choices
+from lightning_onebit._choices import Recipe, StateDtype, choices
 from lightning_onebit.algorithms.moments import decay
 from lightning_onebit.comm import Bucket
 from lightning_onebit.engine.arenas import Phase
@@ -65,6 +65,7 @@ class Binary(Rule):
     reads_plain: ClassVar[str] = ""
     first_phase: ClassVar[Phase] = Phase.COMPRESSED
     fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step", "state_dtype": "float32"}
+    state_dtype: ClassVar[StateDtype] = "float32"
 
     def __init__(self, options: BinSGDMOptions, exchange: ExchangeOptions) -> None:
         super().__init__(options, exchange)

@@ -284,7 +284,7 @@ class OnebitLamb(OnebitOptimizer):
 
     algorithm = "onebit_lamb"
     rule_class: ClassVar[type[Rule]] = Lamb
-    STEP_BYTES = 44.5  # a pass before reads x and denominators, reads and writes vfresh
+    STEP_BYTES = 34.5  # a pass before reads x and denominators, reads and writes vfresh
 
     def __init__(
         self,

@@ -171,8 +171,7 @@ class FrozenMoments(Rule):
     @property
     def r_dtype(self) -> torch.dtype:
         """In which reciprocal denominators are kept."""
-        dtype: torch.dtype = getattr(torch, self.kept.exchange.state_dtype)
-        return dtype
+        return self.kept.state_dtype
 
     def keep_updates(self) -> None:
         """Keeps how many updates second moments have had that freeze now."""
@@ -424,11 +423,14 @@ def _in_order_of(grad: Tensor, like: Tensor) -> Tensor:
 
 
 def _mostly_cold(r: Tensor) -> bool:
-    """Whether most of a tensor had no gradient before its denominators were made: these are alike, and between those of the rest."""
+    """Whether most of a tensor had no gradient before its denominators were made: these are alike, and between those of the rest.
+
+    Not so where all are nearly alike, which rounding to 16 bits makes equal.
+    """
     if r.numel() <= 1:
         return False
-    most = r.median()
-    return bool((r.min() < most) & (most < r.max())) and _most(r == most)
+    most, few = r.median().float(), 4 * torch.finfo(r.dtype).eps
+    return bool((r.min() < most * (1 - few)) & (most * (1 + few) < r.max())) and _most(r == most)
 
 
 def _most(elements: Tensor) -> bool:

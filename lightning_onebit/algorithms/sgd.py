@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lightning_onebit._choices import StateDtype
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.optimizer import OnebitOptimizer
 from lightning_onebit.engine.options import ExchangeOptions, Options, check_flag, check_number, takes
@@ -25,6 +26,7 @@ class Momentum(Rule):
     reads_plain: ClassVar[str] = "momentum_buffer"
     first_phase: ClassVar[Phase] = Phase.COMPRESSED
     fixed_exchange: ClassVar[dict[str, Any]] = {"overlap": "step"}
+    state_dtype: ClassVar[StateDtype] = "float32"
     p: Tensor  # what is exchanged, flat over all blocks
 
     def check_group(self, group: Mapping[str, Any]) -> None:

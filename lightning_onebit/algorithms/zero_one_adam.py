@@ -458,7 +458,7 @@ class ZeroOneAdam(OnebitOptimizer):
     algorithm = "zero_one_adam"
     rule_class: ClassVar[type[Rule]] = ZeroOne
     local_steps: ClassVar[bool] = True
-    SILENT_STEP_BYTES = 32.0  # reads and writes m, u and x, reads g and denominators
+    SILENT_STEP_BYTES = 30.0  # reads and writes m, u and x, reads g and denominators
     EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1, "local_steps": LocalSteps(max_gap=1)}
 
     def __init__(

@@ -60,6 +60,7 @@ class Arenas:
     Attributes:
         groups: the optimizer's parameter groups.
         names: arenas that the rule needs from the start (``"m"``, ``"v"``).
+        state_dtype: of residuals and of frozen denominators.
         by_shard: whether these are of the rank's shard only in a hierarchical exchange.
         numbers: fp64 ``(parameters,)`` on their device, by name: a number of each parameter that the rule keeps.
         unit: arena by which the momentum is multiplied while it travels, once there is such an arena; None: it travels as it is.
@@ -96,8 +97,10 @@ class Arenas:
         by_shard: bool,
         unit: str | None,
         phase: Phase,
+        state_dtype: torch.dtype,
     ) -> None:
         self.exchange, self.names, self.by_shard, self.unit = exchange, tuple(names), by_shard, unit
+        self.state_dtype = state_dtype
         self._first_numbers = dict(numbers)
         self.groups: list[dict[str, Any]] = []
         self.parameter_names: Mapping[Tensor, str] = {}
@@ -352,11 +355,8 @@ class Arenas:
 
     def _no_residual(self, side: str) -> Residual:
         """Zeros for what a rank has of all blocks."""
-        dtype: torch.dtype = getattr(torch, self.exchange.state_dtype)
-        layout = self.layout
-        return self.kernels.residual(
-            layout.plan.blocks // self._share(side), self.exchange.block_size, dtype, layout.device
-        )
+        blocks = self.layout.plan.blocks // self._share(side)
+        return self.kernels.residual(blocks, self.exchange.block_size, self.state_dtype, self.layout.device)
 
     def drop_residuals(self) -> None:
         """Gives both up, with all that exchanges need besides."""

@@ -573,6 +573,7 @@ class Engine:
         kept, left_out = self.kept, ("process_group", "kernels", "timeout", "_alone")
         options = {k: v for k, v in vars(self.exchange).items() if k not in left_out}
         options["bucket_mb"] = self.exchange.bucket_size(kept.device.type)
+        options["state_dtype"] = str(kept.state_dtype).removeprefix("torch.")
         ranks = self.link.ranks
         return [
             f"algorithm {self.algorithm}",

@@ -45,9 +45,10 @@ class OnebitOptimizer(torch.optim.Optimizer):
     options_class: ClassVar[type[Options]] = Options
     #: whether ranks take steps of their own between synchronisations
     local_steps: ClassVar[bool] = False
-    #: bytes per element that a compressed step moves through memory, apart from packed bits: the worker reads g and e and writes e
-    #: elsewhere, which a cache reads first; the server d (an n-th); applying reads and writes x, reads denominators
-    STEP_BYTES: ClassVar[float] = 28.5
+    #: bytes per element that a compressed step moves through memory with the default ``state_dtype``, apart from packed bits: the worker
+    #: reads g and e and writes e elsewhere, which a cache reads first; the server d (an n-th); applying reads and writes x and reads
+    #: denominators
+    STEP_BYTES: ClassVar[float] = 20.5
     #: the same of a step without an exchange
     SILENT_STEP_BYTES: ClassVar[float] = 0.0
     #: whether the exchange sends a scale with each block

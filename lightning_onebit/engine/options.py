@@ -77,7 +77,7 @@ def check_flag(name: str, value: Any) -> None:
         raise TypeError(f"{name}={value!r} must be True or False, not {type(value).__name__}")
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+def check_choice(name: str, value: Any, choices: tuple[str | None, ...]) -> None:
     """Raises ``ValueError`` unless ``value`` is one of ``choices``."""
     if value not in choices:
         raise ValueError(f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, choices))}")
@@ -155,8 +155,9 @@ class ExchangeOptions:
         overlap: ``"step"`` pipelines the exchange within ``step()``; ``"backward"`` sends a bucket as soon as its last
             gradient has landed (1-bit Adam and 1-bit LAMB). The latter excludes what needs all gradients first or changes them, such as
             clipping; parameters that are trainable but get no gradient count as zero gradients.
-        state_dtype: of residuals and of frozen denominators, ``"float32"``, or ``"bfloat16"`` to halve their memory. A
-            coordinate's step is then off by a constant factor of at most 1 + 2**-8 until the next refresh. BinSGDM has neither.
+        state_dtype: of residuals and of frozen denominators, ``"float32"``, or ``"bfloat16"`` in half the memory: a
+            coordinate's step is then off by a constant factor of at most 1 + 2**-8 until the next refresh. None: ``"bfloat16"``, and
+            ``"float32"`` in 1-bit SGD and in BinSGDM, which takes no other.
         on_nonfinite: ``"skip"`` a step on all ranks alike if a gradient of any rank is not finite (an error after 100 in a row), or
             ``"raise"`` at the first one.
         kernels: kernel backend, ``"auto"``, ``"reference"``, ``"cpu"`` or ``"cuda"``; all give the same bits.
@@ -174,7 +175,7 @@ class ExchangeOptions:
     block_size: int = 2048
     bucket_mb: float | None = None
     overlap: Overlap = "step"
-    state_dtype: StateDtype = "float32"
+    state_dtype: StateDtype | None = None
     on_nonfinite: OnNonfinite = "skip"
     kernels: Backend = "auto"
     timeout: float = 1800.0
@@ -194,7 +195,7 @@ class ExchangeOptions:
             )
         check_number("bucket_mb", self.bucket_mb, above=0, most=LARGEST_BUCKET_MB, optional=True)
         check_choice("overlap", self.overlap, choices(Overlap))
-        check_choice("state_dtype", self.state_dtype, choices(StateDtype))
+        check_choice("state_dtype", self.state_dtype, (None, *choices(StateDtype)))
         check_choice("on_nonfinite", self.on_nonfinite, choices(OnNonfinite))
         check_choice("kernels", self.kernels, BACKENDS)
         check_number("timeout", self.timeout, above=0, most=LONGEST_WAIT)
@@ -329,7 +330,7 @@ def made_options(kind: type[Options], optimizer: str, given: Mapping[str, Any]) 
 def refuse_contradictions(exchange: ExchangeOptions, options: Options, fixed: Mapping[str, Any], kind: str) -> None:
     """Refuses options of the exchange that contradict the algorithm (``fixed``: those with one possible value), or its options."""
     for option, only in fixed.items():
-        if (value := getattr(exchange, option)) != only:
+        if (value := getattr(exchange, option)) not in (None, only):
             raise ValueError(
                 f"{option}={value!r} of the exchange cannot take effect in {kind}; leave it out ({only!r})"
             )

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor
 
+from lightning_onebit._choices import StateDtype
 from lightning_onebit.engine.arenas import Arenas, Phase
 from lightning_onebit.engine.codec import Codec, OneBit
 from lightning_onebit.engine.masters import adopted
@@ -85,6 +87,8 @@ class Rule:
     frozen_phase: ClassVar[Phase] = Phase.COMPRESSED
     #: options of the exchange that would have no effect, with the only value that they may have
     fixed_exchange: ClassVar[dict[str, Any]] = {}
+    #: of residuals and of frozen denominators, where the exchange's option is None
+    state_dtype: ClassVar[StateDtype] = "bfloat16"
 
     def __init__(self, options: Any, exchange: ExchangeOptions) -> None:
         self.options: Any = options
@@ -95,6 +99,7 @@ class Rule:
             by_shard=self.by_shard,
             unit=self.unit,
             phase=self.first_phase,
+            state_dtype=getattr(torch, exchange.state_dtype or self.state_dtype),
         )
 
     @property

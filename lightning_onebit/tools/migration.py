@@ -106,8 +106,7 @@ _SECTIONS = {
     "checkpoint": "use Lightning's ModelCheckpoint",
     "aio": "it concerns ZeRO-Infinity; remove it",
     "elasticity": "start again with another number of ranks: checkpoints resume on other worlds",
-    "data_types": "state and residuals are fp32 (ExchangeOptions(state_dtype='bfloat16') halves residuals and frozen "
-    "denominators)",
+    "data_types": "moments are fp32, residuals and frozen denominators bf16 (fp32 with ExchangeOptions(state_dtype='float32'))",
     "pipeline": "pipeline parallelism does not go together with this strategy",
     "sparse_attention": "build it into the module",
     "compression_training": "it concerns the model, not the communication; build it into the module",

@@ -25,11 +25,11 @@ DENSE = {"dense_fp32": 4, "dense_fp16": 2}
 #: bytes per element that AdamW moves through memory: x, m, v read and written, g read. (Optimizers here know theirs: ``STEP_BYTES``.)
 ADAMW_BYTES = 28.0
 
-#: bytes per parameter of optimizer state after the warm-up, in fp32: of each parameter, and of a rank's n-th; 0/1 Adam's with local steps
+#: bytes per parameter of optimizer state after the warm-up: of each parameter, and of a rank's n-th; 0/1 Adam's with local steps
 STATE_BYTES = {
-    "onebit_adam": (12.5, 8.125),
-    "onebit_lamb": (16.5, 8.125),
-    "zero_one_adam": (24.375, 8.125),
+    "onebit_adam": (6.5, 4.125),
+    "onebit_lamb": (10.5, 4.125),
+    "zero_one_adam": (18.375, 4.125),
     "binsgdm": (8.125, 4.0),
     "onebit_sgd": (12.375, 8.125),
 }
@@ -301,7 +301,8 @@ def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str, *, sharde
     hides = job.overlap == "backward" and _overlaps(algorithm)
     exposed = max(0.0, wire - (job.hidden * job.compute if hides else 0.0))
     # bits, scales and this rank's part of the server residual, all read and written
-    packed = 4 * (1 / 8 + 4 / job.block_size) + 8 / cluster.gpus
+    server = 4 if optimizer.rule_class.state_dtype == "bfloat16" else 8
+    packed = 4 * (1 / 8 + 4 / job.block_size) + server / cluster.gpus
     kernels = job.elements * (optimizer.STEP_BYTES - ADAMW_BYTES + packed) / cluster.memory_bandwidth
     rides_along = optimizer.rule_class.sends_at_once and layout == "flat" and not sharded
     about_gradients = Collective("all_gather", "inter", cluster.gpus, control_payload_bytes(len(job.tensors)))
@@ -452,7 +453,7 @@ def break_even_bandwidth(cluster: Cluster, job: Job, name: str, layout: str = "f
     Example:
         >>> cluster, job = Cluster(gpus=8, bandwidth=1e9), Job(params=336_000_000, compute=0.1)
         >>> print(f"{break_even_bandwidth(cluster, job, 'onebit_adam') / 1e9:.0f} Gb/s")
-        99 Gb/s
+        101 Gb/s
     """
     _check_effect(job, [find_algorithm(name).name])
     return _break_even(cluster, job, name, layout)

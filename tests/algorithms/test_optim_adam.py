@@ -1692,7 +1692,7 @@ def test_a_refresh_lets_denominators_follow_gradients_that_shrink() -> None:
             lr=1e-3,
             betas=(0.9, 0.9),
             freeze_step=5,
-            exchange=ExchangeOptions(_alone=True, block_size=32),
+            exchange=ExchangeOptions(_alone=True, block_size=32, state_dtype="float32"),
             **options,
         )
         for t in range(steps):

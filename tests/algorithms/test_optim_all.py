@@ -38,7 +38,7 @@ from torch import Tensor
 from lightning_onebit.algorithms import LocalSteps, moments, zero_one_adam
 from lightning_onebit.algorithms.updates import reciprocal_denominator_
 from lightning_onebit.algorithms.zero_one_adam import ZeroOneAdam
-from lightning_onebit.comm import SimulatedWorld
+from lightning_onebit.comm import SimulatedGroup, SimulatedWorld
 from lightning_onebit.engine import ExchangeOptions, engine
 from lightning_onebit.engine.redistribute import Redistribution
 from lightning_onebit.kernels import KernelsUnavailable, get_backend
@@ -994,6 +994,32 @@ def test_saved_state_in_16_bits_continues_bit_for_bit(algorithm: str) -> None:
             assert (unchanged or at == 0) and equal(state, through), f"resumed after step {at}"
 
 
+@pytest.mark.parametrize(("saved", "loaded"), [("float32", None), ("bfloat16", "float32")])
+@pytest.mark.parametrize("algorithm", [rule for rule in DIVIDING if rule in CLASSES])
+def test_state_that_was_saved_in_the_other_dtype_is_taken(algorithm: str, saved: Any, loaded: Any) -> None:
+    def worker(group: SimulatedGroup) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        p = torch.nn.Parameter(torch.linspace(1, 2, 512))
+        draws = torch.Generator().manual_seed(group.rank)
+        options = {**CROSSING[algorithm], "block_size": 32, "process_group": group}
+        first = CLASSES[algorithm]([p], lr=0.01, **grouped(options, state_dtype=saved))  # type: ignore[call-arg]
+        second = CLASSES[algorithm]([p], lr=0.01, **grouped(options, state_dtype=loaded))  # type: ignore[call-arg]
+        for _ in range(8):
+            p.grad = torch.randn(512, generator=draws)
+            first.step()
+        before = first.residual_state_dict()["tensors"]
+        second.load_state_dict(first.state_dict())
+        second.load_residual_state_dict(first.residual_state_dict())
+        after = second.residual_state_dict()["tensors"]
+        p.grad = torch.randn(512, generator=draws)
+        second.step()
+        assert p.isfinite().all()
+        return [(before[name], after[name]) for name in ("worker_residual", "server_residual")]
+
+    for before, after in SimulatedWorld(2).run(worker)[0]:
+        assert (before.dtype, after.dtype) == (getattr(torch, saved), getattr(torch, loaded or "bfloat16"))
+        assert before.any() and torch.equal(before.to(after.dtype), after)
+
+
 @pytest.mark.parametrize("kernels", ["reference", "cpu"])
 @pytest.mark.parametrize("algorithm", DIVIDING)
 def test_denominators_in_16_bits_are_those_of_32_rounded_once(
@@ -1016,6 +1042,16 @@ def test_denominators_in_16_bits_are_those_of_32_rounded_once(
     monkeypatch.setattr(moments, "reciprocal_denominator_", rounding)
     assert equal(weights(), short)
     assert not equal(exact, short), "the option has an effect"
+
+
+def test_denominators_that_16_bits_make_alike_are_not_those_of_a_cold_tensor() -> None:
+    draws = torch.Generator().manual_seed(0)
+    alike = 1 + 1e-3 * torch.randn(1000, generator=draws)  # between 0.997 and 1.003
+    of_the_rest = torch.exp(torch.randn(400, generator=draws))
+    cold = torch.cat([of_the_rest, torch.ones(600)])
+    for dtype in (torch.float32, torch.bfloat16):
+        assert not moments._mostly_cold(alike.to(dtype))
+        assert moments._mostly_cold(cold.to(dtype))
 
 
 def test_the_points_of_the_resume_test_lie_between_local_steps_too() -> None:

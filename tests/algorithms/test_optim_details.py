@@ -204,7 +204,8 @@ def test_steps_of_a_loaded_adamw_are_those_of_its_longest_trained_parameter() ->
 
 def _nodes(group: Any, rank: int, world: int) -> Any:
     p = torch.nn.Parameter(torch.ones(256))
-    optimizer = OnebitAdam([p], freeze_step=1, recipe="published", exchange=ExchangeOptions(block_size=32))
+    exchange = ExchangeOptions(block_size=32, state_dtype="float32")
+    optimizer = OnebitAdam([p], freeze_step=1, recipe="published", exchange=exchange)
     optimizer.configure_communication(group, ranks_per_node=2)
     draws = torch.Generator().manual_seed(rank)
     for _ in range(4):
@@ -468,11 +469,11 @@ def test_a_released_optimizer_leaves_parameters_their_own_memory() -> None:
 
 
 def test_subtractions_are_pending_from_step_to_step_and_nobody_sees_it() -> None:
-    """Compiled kernels leave a full block's subtraction to the next step; who asks for residuals gets the reference's."""
+    """Compiled kernels leave a full block's subtraction from an fp32 residual to the next step; who asks for residuals gets the reference's."""
 
     def run(kernels: str, idle: bool) -> tuple[list[Any], list[int]]:
         params = [torch.nn.Parameter(torch.ones(5 * 64)), torch.nn.Parameter(torch.ones(64 + 30))]
-        exchange = ExchangeOptions(block_size=64, kernels=kernels, _alone=True)
+        exchange = ExchangeOptions(block_size=64, kernels=kernels, state_dtype="float32", _alone=True)
         optimizer = OnebitAdam(params, lr=0.01, freeze_step=1, refresh="never", exchange=exchange)
         draws = torch.Generator().manual_seed(4)
         seen, pending = [], []

@@ -193,7 +193,8 @@ def test_the_freeze_starts_fresh_moments_at_the_frozen_ones() -> None:
     """Where gradients go on as before, f differs from 1 only by what one more step adds to v."""
     p = torch.nn.Parameter(torch.full((64,), 2.0))
     options: Any = {"freeze_step": 3, "coefficients": LambCoefficients(threshold=1.0), "bias_correction": False}
-    optimizer = OnebitLamb([p], lr=0.01, exchange=ExchangeOptions(_alone=True, block_size=32), **options)
+    exchange = ExchangeOptions(_alone=True, block_size=32, state_dtype="float32")
+    optimizer = OnebitLamb([p], lr=0.01, exchange=exchange, **options)
     for _ in range(3):
         p.grad = torch.ones(64)
         optimizer.step()

@@ -338,7 +338,7 @@ def worlds_worker(group: Any, rank: int, world: int, saved: Any, first: int, las
     """Steps of 0/1 Adam on gradients of changing size, with refreshes at 1, 2, 3, 5, 7, 11, ... and a freeze at 34 on two ranks."""
     p = torch.nn.Parameter(torch.zeros(40) if saved is None else saved[0][0].clone())
     options = {"freeze_step": 34, "refresh": "never", "denominator_floor": 0.0}
-    exchange = ExchangeOptions(block_size=32, process_group=group)
+    exchange = ExchangeOptions(block_size=32, state_dtype="float32", process_group=group)
     optimizer = ZeroOneAdam([p], 1e-3, _doubling=2, exchange=exchange, **options)
     if saved is not None:
         optimizer.load_state_dict(saved[0][1])

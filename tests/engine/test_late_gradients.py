@@ -346,7 +346,7 @@ def test_blocks_of_newcomers_are_cut_anew_for_another_world() -> None:
         def take(group: Any) -> tuple[Any, Any]:
             params = tensors()
             groups = [{"params": params[:LATE]}, {"params": params[LATE:]}]
-            exchange = ExchangeOptions(block_size=32, bucket_mb=3 * 32 * 4 / 2**20)
+            exchange = ExchangeOptions(block_size=32, bucket_mb=3 * 32 * 4 / 2**20, state_dtype="float32")
             optimizer = OnebitAdam(groups, freeze_step=4, refresh="never", exchange=exchange)
             optimizer.configure_communication(group)
             optimizer.load_state_dict(copy.deepcopy(parts[0][0]))

@@ -99,6 +99,16 @@ def test_an_exchange_that_is_none_is_refused(cls: Any) -> None:
     assert made(cls, exchange=None).exchange == ob.ExchangeOptions()
 
 
+@pytest.mark.parametrize("cls", OPTIMIZERS)
+def test_state_is_in_16_bits_where_it_can_be_and_is_not_asked_to_be_exact(cls: Any) -> None:
+    exact = cls in (ob.BinSGDM, ob.OnebitSGD)
+    default = made(cls)
+    assert default._engine.kept.state_dtype is (torch.float32 if exact else torch.bfloat16)
+    assert f"option state_dtype={'float32' if exact else 'bfloat16'}" in default._engine.plan_description()
+    asked = made(cls, exchange=ob.ExchangeOptions(state_dtype="float32"))
+    assert asked._engine.kept.state_dtype is torch.float32
+
+
 # ----- of the algorithms ----------------------------------------------------------------------------------------------------------
 
 

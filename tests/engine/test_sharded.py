@@ -343,12 +343,12 @@ class Rare(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = nn.Embedding(8, 64)
+        self.words = nn.Embedding(9, 64)
         self.usual = nn.Linear(64, 64)
         self.unusual = nn.Linear(64, 64)
 
     def forward(self, x: Tensor, late: bool) -> Tensor:
-        x = self.usual(self.words(x % (8 if late else 4)))
+        x = self.usual(self.words(x % (9 if late else 5)))
         return self.unusual(x) if late else x
 
 
@@ -365,7 +365,7 @@ def of_late(rank: int, world: int, rule: str) -> dict[str, Any]:
     for step in range(20):
         for module, workers in ((sharded, [rank]), (plain, [2 * node, 2 * node + 1])):
             for worker in workers:
-                words = torch.randint(0, 8, (16,), generator=torch.Generator().manual_seed(100 * step + worker))
+                words = torch.randint(0, 9, (16,), generator=torch.Generator().manual_seed(100 * step + worker))
                 # the new part is used in the first replica alone
                 out = module(words, step >= 8 and node == 0)
                 (out - 1).square().mean().div(len(workers)).backward()

@@ -450,7 +450,7 @@ def constant_worker(group: Any, rank: int, algorithm: str, steps: int, state: di
         # refreshes at 1, 2, 4, 8, ...: v has had fewer updates than there were steps
         "zero_one_adam": (ob.ZeroOneAdam, {"freeze_step": 12, "_doubling": 1}),
     }[algorithm]
-    exchange = ob.ExchangeOptions(block_size=32, process_group=group)
+    exchange = ob.ExchangeOptions(block_size=32, state_dtype="float32", process_group=group)
     optimizer: Any = kind(params, lr=1e-4, denominator_floor=0.0, exchange=exchange, **options)
     if state is not None:
         optimizer.load_state_dict(state)

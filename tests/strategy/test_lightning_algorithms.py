@@ -117,7 +117,8 @@ def half_rank(rank: int, world: int, algorithm: str) -> dict[str, Any]:
 
     ends, dtypes, compressed = [], set(), []
     for attributes in ({"automatic_optimization": False, "training_step": by_hand}, {}):
-        strategy = strategy_class()(algorithm, exchange=ob.ExchangeOptions(block_size=64), **OPTIONS[algorithm])
+        exchange = ob.ExchangeOptions(block_size=64, state_dtype="float32")
+        strategy = strategy_class()(algorithm, exchange=exchange, **OPTIONS[algorithm])
         _, module = fit(pl, strategy, net=plain_net, max_steps=11, precision="bf16-true", attributes=attributes)
         (optimizer,) = strategy.onebit_optimizers
         compressed.append(optimizer.ledger.compressed_steps)

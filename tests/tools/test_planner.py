@@ -380,10 +380,11 @@ def test_an_algorithm_that_is_registered_is_planned_and_measured_by_what_it_says
 ) -> None:
     monkeypatch.setitem(ALGORITHMS, "fifth", Algorithm("fifth", "Fifth", Fifth))
     assert "Fifth, hierarchical" in plan(NETWORK, BERT).table()
-    found, adam = (predict(NETWORK, BERT, name) for name in ("fifth", "onebit_adam"))
+    found = predict(NETWORK, BERT, "fifth")
     assert found.dense_share == 0.4
-    slower = BERT.elements * (40 - OnebitAdam.STEP_BYTES) / NETWORK.memory_bandwidth
-    assert found.step_seconds - adam.step_seconds == pytest.approx(slower)
+    monkeypatch.setattr(Fifth, "STEP_BYTES", 50.0)
+    slower = predict(NETWORK, BERT, "fifth").step_seconds - found.step_seconds
+    assert slower == pytest.approx(BERT.elements * 10 / NETWORK.memory_bandwidth)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -639,9 +640,9 @@ def test_the_docs_print_the_tables_that_the_code_makes() -> None:
         )
 
 
-def test_memory_per_step_is_more_than_adamw_moves() -> None:
-    """A compressed step never costs less than nothing: its extra bytes over AdamW are not negative for any algorithm."""
+def test_a_compressed_step_never_takes_less_than_computing() -> None:
+    """Not even where it moves fewer bytes through memory than AdamW, as those with bf16 state do."""
     still = Cluster(gpus=2, bandwidth=1e30, **{**IDEAL, "memory_bandwidth": ADAMW_BYTES * 1e9})
     job = Job(params=10**6, compute=0.1, warmup=0.0)
-    for name in ALGORITHMS:
-        assert predict(still, job, name).step_seconds > 0.1
+    steps = {name: predict(still, job, name).step_seconds for name in ALGORITHMS}
+    assert min(steps.values()) >= 0.1 == steps["onebit_adam"] < steps["onebit_lamb"]
