@@ -469,7 +469,7 @@ def test_a_released_optimizer_leaves_parameters_their_own_memory() -> None:
 
 
 def test_subtractions_are_pending_from_step_to_step_and_nobody_sees_it() -> None:
-    """Compiled kernels leave a full block's subtraction from an fp32 residual to the next step; who asks for residuals gets the reference's."""
+    """Compiled kernels leave a full block's subtraction to the next step, with fp32 state; who asks for residuals gets the reference's."""
 
     def run(kernels: str, idle: bool) -> tuple[list[Any], list[int]]:
         params = [torch.nn.Parameter(torch.ones(5 * 64)), torch.nn.Parameter(torch.ones(64 + 30))]
