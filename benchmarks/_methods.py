@@ -166,6 +166,7 @@ def _methods() -> dict[str, Method]:
         Method("demo", "ddp", DeMo, "sign", DEMO_SOURCE),
         Method("dion", "ddp", partial(Dion, fraction=1.0), "lamb", DION_SOURCE),
         Method("dion_16", "ddp", partial(Dion, fraction=1 / 16), "lamb", DION_SOURCE),
+        # with bf16 state, which is the default
         Method("onebit_adam_16bit", "world", library(ob.OnebitAdam, "bfloat16", **frozen), "adam"),
         Method("zero_one_adam_16bit", "world", library(ob.ZeroOneAdam, "bfloat16", **frozen), "adam"),
         Method("onebit_lamb_16bit", "world", library(ob.OnebitLamb, "bfloat16", **frozen), "lamb"),

@@ -90,8 +90,8 @@ TASKS = {
 
 #: what ``--no-search`` runs of task c, by value: a method, and its learning rate over the start of its kind
 GPT2_ORDER = (
-    *((name, 1) for name in ("adamw", "onebit_adam", "binsgdm", "zero_one_adam", "diloco", "onebit_adam_published")),
-    *((name, 1) for name in ("zero_one_adam_published", "binsgdm_published")),
+    *((name, 1) for name in ("adamw", "onebit_adam_16bit", "binsgdm", "zero_one_adam_16bit", "diloco")),
+    *((name, 1) for name in ("onebit_adam_published", "zero_one_adam_published", "binsgdm_published")),
     *((name, 2) for name in ("adamw", "binsgdm")),
     *((name, 1) for name in METHODS),
     *((name, 2) for name in METHODS),
