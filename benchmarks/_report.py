@@ -352,9 +352,9 @@ def plot(task: Task, rows: Sequence[Row], costs: Costs | None, stem: Path) -> li
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    names = list(METHODS)
     kept = [(row, mean_curve(row, validation)) for row in rows]
     kept = [(row, losses) for row, losses in kept if losses]
+    names = [name for name in METHODS if name in {row.method for row, _ in kept}]
 
     def draw(axis: Any, x_of: Callable[[Mapping[str, Any]], Sequence[float]], label: str, scale: str) -> None:
         for row, losses in kept:

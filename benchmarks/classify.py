@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import gzip
 import importlib.util
 import json
@@ -234,6 +235,7 @@ def run_one(task: Task, messages: Path, name: str, lr: float, seed: int, device:
         row |= _train(task, messages, name, lr, seed, device)
     except (RuntimeError, ValueError, ArithmeticError) as error:  # a method that diverges may raise; that is a result
         row["error"] = f"{type(error).__name__}: {str(error)[:200]}"
+    gc.collect()
     return row | {"seconds": round(time.perf_counter() - began, 1)}
 
 
