@@ -30,9 +30,9 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
 
 #: name -> dtype of the parameters and options
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32": (torch.float32, {}),
-    "bf16": (torch.bfloat16, {}),
-    "fp16": (torch.float16, {}),
+    "fp32": (torch.float32, {"state_dtype": "float32"}),
+    "bf16": (torch.bfloat16, {"state_dtype": "float32"}),
+    "fp16": (torch.float16, {"state_dtype": "float32"}),
     "bf16 state": (torch.float32, {"state_dtype": "bfloat16"}),
 }
 
