@@ -1046,7 +1046,8 @@ def test_denominators_in_16_bits_are_those_of_32_rounded_once(
 
 def test_denominators_that_16_bits_make_alike_are_not_those_of_a_cold_tensor() -> None:
     draws = torch.Generator().manual_seed(0)
-    alike = 1 + 1e-3 * torch.randn(1000, generator=draws)  # between 0.997 and 1.003
+    # between 0.997 and 1.003, which bf16 makes 1, but for two
+    alike = torch.cat([1 + 1e-3 * torch.randn(1000, generator=draws), torch.tensor([0.985, 1.015])])
     of_the_rest = torch.exp(torch.randn(400, generator=draws))
     cold = torch.cat([of_the_rest, torch.ones(600)])
     for dtype in (torch.float32, torch.bfloat16):
