@@ -131,8 +131,8 @@ def _adamw(beta2: float) -> Callable[..., Any]:
     return lambda params, lr, task: torch.optim.AdamW(params, lr=lr, betas=(0.9, beta2), weight_decay=0.0, fused=True)
 
 
-def library(cls: type[Any], state_dtype: Any = "float32", **options: Any) -> Callable[..., Any]:
-    """Makes an optimizer of this library; options that are callable are called with the task."""
+def optimizer_of(cls: type[Any], state_dtype: Any = "float32", **options: Any) -> Callable[..., Any]:
+    """Makes an optimizer of ours; options that are callable are called with the task."""
 
     def make(params: Any, lr: float, task: Task, group: Any) -> Any:
         resolved = {name: value(task) if callable(value) else value for name, value in options.items()}
@@ -151,11 +151,11 @@ def _methods() -> dict[str, Method]:
         Method("lamb", "dense", lambda params, lr, task: ob.OnebitLamb(params, lr=lr), "lamb"),
         Method("sign", "dense", lambda params, lr, task: SignDescent(params, lr, lion=False), "sign"),
         Method("lion", "dense", lambda params, lr, task: SignDescent(params, lr, lion=True), "sign"),
-        Method("onebit_adam", "world", library(ob.OnebitAdam, **frozen), "adam"),
-        Method("zero_one_adam", "world", library(ob.ZeroOneAdam, **frozen), "adam"),
-        Method("zero_one_adam_local", "world", library(ob.ZeroOneAdam, **frozen, **local), "adam"),
-        Method("onebit_lamb", "world", library(ob.OnebitLamb, **frozen), "lamb"),
-        Method("binsgdm", "world", library(ob.BinSGDM), "sign"),
+        Method("onebit_adam", "world", optimizer_of(ob.OnebitAdam, **frozen), "adam"),
+        Method("zero_one_adam", "world", optimizer_of(ob.ZeroOneAdam, **frozen), "adam"),
+        Method("zero_one_adam_local", "world", optimizer_of(ob.ZeroOneAdam, **frozen, **local), "adam"),
+        Method("onebit_lamb", "world", optimizer_of(ob.OnebitLamb, **frozen), "lamb"),
+        Method("binsgdm", "world", optimizer_of(ob.BinSGDM), "sign"),
         Method("diloco", "world", DiLoCo, "adam"),
         Method("sign_vote", "world", lambda *given: MajorityVote(*given, lion=False), "sign"),
         Method("lion_vote", "world", lambda *given: MajorityVote(*given, lion=True), "sign"),
@@ -167,12 +167,12 @@ def _methods() -> dict[str, Method]:
         Method("dion", "ddp", partial(Dion, fraction=1.0), "lamb", DION_SOURCE),
         Method("dion_16", "ddp", partial(Dion, fraction=1 / 16), "lamb", DION_SOURCE),
         # with bf16 state, which is the default
-        Method("onebit_adam_16bit", "world", library(ob.OnebitAdam, "bfloat16", **frozen), "adam"),
-        Method("zero_one_adam_16bit", "world", library(ob.ZeroOneAdam, "bfloat16", **frozen), "adam"),
-        Method("onebit_lamb_16bit", "world", library(ob.OnebitLamb, "bfloat16", **frozen), "lamb"),
-        Method("onebit_adam_published", "world", library(ob.OnebitAdam, **frozen, recipe="published"), "adam"),
-        Method("zero_one_adam_published", "world", library(ob.ZeroOneAdam, **frozen, recipe="published"), "adam"),
-        Method("binsgdm_published", "world", library(ob.BinSGDM, recipe="published"), "sign"),
+        Method("onebit_adam_16bit", "world", optimizer_of(ob.OnebitAdam, "bfloat16", **frozen), "adam"),
+        Method("zero_one_adam_16bit", "world", optimizer_of(ob.ZeroOneAdam, "bfloat16", **frozen), "adam"),
+        Method("onebit_lamb_16bit", "world", optimizer_of(ob.OnebitLamb, "bfloat16", **frozen), "lamb"),
+        Method("onebit_adam_published", "world", optimizer_of(ob.OnebitAdam, **frozen, recipe="published"), "adam"),
+        Method("zero_one_adam_published", "world", optimizer_of(ob.ZeroOneAdam, **frozen, recipe="published"), "adam"),
+        Method("binsgdm_published", "world", optimizer_of(ob.BinSGDM, recipe="published"), "sign"),
     ]
     return {method.name: method for method in methods}
 

