@@ -144,6 +144,8 @@ def optimizer_of(cls: type[Any], state_dtype: Any = "float32", **options: Any) -
 
 def _methods() -> dict[str, Method]:
     frozen = {"freeze_step": lambda task: task.warm_up}
+    # 1-bit LAMB refreshes nothing: the automatic rule lets it learn its second moments for a fifth of the run
+    frozen_late = {"freeze_step": lambda task: max(task.warm_up, task.steps // 5)}
     local = {"local_steps": lambda task: ob.LocalSteps(max_gap=4, double_every=max(1, task.steps // 20))}
     methods = [
         Method("adamw", "dense", _adamw(0.999), "adam"),
@@ -154,7 +156,7 @@ def _methods() -> dict[str, Method]:
         Method("onebit_adam", "world", optimizer_of(ob.OnebitAdam, **frozen), "adam"),
         Method("zero_one_adam", "world", optimizer_of(ob.ZeroOneAdam, **frozen), "adam"),
         Method("zero_one_adam_local", "world", optimizer_of(ob.ZeroOneAdam, **frozen, **local), "adam"),
-        Method("onebit_lamb", "world", optimizer_of(ob.OnebitLamb, **frozen), "lamb"),
+        Method("onebit_lamb", "world", optimizer_of(ob.OnebitLamb, **frozen_late), "lamb"),
         Method("binsgdm", "world", optimizer_of(ob.BinSGDM), "sign"),
         Method("diloco", "world", DiLoCo, "adam"),
         Method("sign_vote", "world", lambda *given: MajorityVote(*given, lion=False), "sign"),
@@ -169,7 +171,7 @@ def _methods() -> dict[str, Method]:
         # with bf16 state, which is the default
         Method("onebit_adam_16bit", "world", optimizer_of(ob.OnebitAdam, "bfloat16", **frozen), "adam"),
         Method("zero_one_adam_16bit", "world", optimizer_of(ob.ZeroOneAdam, "bfloat16", **frozen), "adam"),
-        Method("onebit_lamb_16bit", "world", optimizer_of(ob.OnebitLamb, "bfloat16", **frozen), "lamb"),
+        Method("onebit_lamb_16bit", "world", optimizer_of(ob.OnebitLamb, "bfloat16", **frozen_late), "lamb"),
         Method("onebit_adam_published", "world", optimizer_of(ob.OnebitAdam, **frozen, recipe="published"), "adam"),
         Method("zero_one_adam_published", "world", optimizer_of(ob.ZeroOneAdam, **frozen, recipe="published"), "adam"),
         Method("binsgdm_published", "world", optimizer_of(ob.BinSGDM, recipe="published"), "sign"),

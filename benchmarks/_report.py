@@ -21,7 +21,6 @@ from _ddp import powersgd_elements
 from _language import Task, all_reduce_bytes, model_of
 from _methods import METHODS
 
-from lightning_onebit.algorithms import LocalSteps
 from lightning_onebit.strategy.registry import ALGORITHMS
 from lightning_onebit.tools.cluster import Cluster, Job
 from lightning_onebit.tools.plan import predict
@@ -250,7 +249,7 @@ def wire(task: Task, method: str, bandwidth: float, compute: float) -> Wire:
     sizes = [math.prod(shape) for shape in tensors(task)]
     # kernels are measured: here memory costs nothing
     cluster = Cluster(gpus=task.workers, bandwidth=bandwidth, memory_bandwidth=1e30)
-    job = Job(params=sizes, compute=compute, steps=task.steps, local_steps=None)
+    job = Job(params=sizes, compute=compute, steps=task.steps)
     full, elements = all_reduce_bytes(task), sum(sizes)
     dense = predict(cluster, job, "dense_fp32").exchange_seconds
     if method == "ddp_fp16":
@@ -265,9 +264,7 @@ def wire(task: Task, method: str, bandwidth: float, compute: float) -> Wire:
     name = "binsgdm" if method.endswith("_vote") else next((a for a in ALGORITHMS if method.startswith(a)), "")
     if not name:  # parameters or gradients now and then, nothing between
         return Wire(predict(cluster, replace(job, hidden=0.0), "dense_fp32").exchange_seconds, 0.0, 0.0, full)
-    if name == "zero_one_adam":  # silent steps follow from the bytes
-        job = replace(job, local_steps=LocalSteps(max_gap=1))
-    found = predict(cluster, job, name)
+    found = predict(cluster, job, name)  # 0/1 Adam's silent steps follow from the bytes
     return Wire(dense, found.exchange_seconds, found.node_bytes / elements, full)
 
 

@@ -75,7 +75,7 @@ class Task(_language.Task):
 
 
 _BYTES: dict[str, Any] = {"starts": {"adam": 4e-3, "lamb": 1e-2, "sign": 1e-3}}
-_DEMO: dict[str, Any] = {"starts": {"adam": 1e-3, "lamb": 1e-2, "sign": 1e-3}, "demo": True}
+_DEMO: dict[str, Any] = {"starts": {"adam": 1e-3, "lamb": 5e-3, "sign": 1e-3}, "demo": True}
 _GPT2: dict[str, Any] = {"starts": {"adam": 6e-4, "lamb": 5e-3, "sign": 3e-4}, "std": 0.02, "precision": "bf16"}
 TASKS = {
     task.name: task

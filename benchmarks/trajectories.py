@@ -44,7 +44,7 @@ def rules() -> dict[str, tuple[Build, dict[str, Any]]]:
         "onebit_adam, no bias correction": (ob.OnebitAdam, {**adam, "bias_correction": False}),
         "onebit_lamb": (ob.OnebitLamb, lamb),
         "zero_one_adam": (ob.ZeroOneAdam, {**zero_one, "local_steps": ob.LocalSteps(max_gap=4, double_every=8)}),
-        "zero_one_adam, no local steps": (ob.ZeroOneAdam, {**zero_one, "local_steps": ob.LocalSteps(max_gap=1)}),
+        "zero_one_adam, no local steps": (ob.ZeroOneAdam, zero_one),
         "zero_one_adam, by learning rate": (
             ob.ZeroOneAdam,
             {**zero_one, "local_steps": ob.LocalSteps(max_gap=4, double_every="lr_halving")},

@@ -136,10 +136,11 @@ def in_the_oracles_letters(algorithm: str, options: dict[str, Any]) -> dict[str,
         settings |= {"coeff_beta": c.beta, "factor_threshold": c.threshold}
         settings |= {"factor_min": c.factor_min, "factor_max": c.factor_max}
     if algorithm == "zero_one_adam":
-        steps: LocalSteps = settings.pop("local_steps", LocalSteps())
-        by_lr = steps.double_every == "lr_halving"
-        settings |= {"local_step_clipper": steps.max_gap, "local_step_policy": "learning_rate" if by_lr else "interval"}
-        settings |= {} if by_lr else {"local_step_scaler": steps.double_every}
+        steps: LocalSteps | None = settings.pop("local_steps", None)
+        by_lr = steps is not None and steps.double_every == "lr_halving"
+        settings |= {"local_step_clipper": 1 if steps is None else steps.max_gap}
+        settings |= {"local_step_policy": "learning_rate" if by_lr else "interval"}
+        settings |= {"local_step_scaler": steps.double_every} if steps is not None and not by_lr else {}
         renamed = {"T_w": "var_freeze_step", "_doubling": "var_update_scaler"}
         settings = {renamed.get(k, k): v for k, v in settings.items()}
     return settings

@@ -140,10 +140,10 @@ class VariancePolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSteps:
-    """How rarely the ranks of 0/1 Adam synchronise after its freeze.
+    """How rarely the ranks of 0/1 Adam synchronise after its freeze. ``LocalSteps()`` is the published schedule.
 
     Attributes:
-        max_gap: most steps from one synchronisation to the next, >= 1; 1: no local steps, and no memory for them.
+        max_gap: most steps from one synchronisation to the next, >= 2.
         double_every: steps after which the gap doubles, >= 1, or ``"lr_halving"``: it doubles each time lr has halved since the freeze.
     """
 
@@ -153,19 +153,14 @@ class LocalSteps:
     def __post_init__(self) -> None:
         """Checks both."""
         check_integer("max_gap", self.max_gap, least=1)
+        if self.max_gap == 1:
+            raise ValueError(
+                "max_gap=1 makes no local steps, for which local_steps=None is the way; leave it out, or allow larger gaps"
+            )
         if isinstance(self.double_every, str):
             check_choice("double_every", self.double_every, choices(GapRule))
         else:
             check_integer("double_every", self.double_every, least=1)
-        if self.max_gap == 1 and self.double_every != type(self).double_every:
-            raise ValueError(
-                f"double_every={self.double_every!r} has no effect with max_gap=1, which means no local steps; leave it out, or allow "
-                "larger gaps"
-            )
-
-
-#: as published
-LOCAL_STEPS = LocalSteps()
 
 
 @dataclass
@@ -176,7 +171,7 @@ class SyncPolicy:
     ``min(max_gap, 2**floor(log2(frozen_lr / lr)))`` and at least 1.
 
     Attributes:
-        local_steps: how the gap grows.
+        local_steps: how the gap grows; None: it is 1.
         frozen_at: last step before the local steps.
         frozen_lr: learning rate then.
         since: steps since the last synchronisation.
@@ -197,13 +192,15 @@ class SyncPolicy:
         1 1 2 2 8 16
     """
 
-    local_steps: LocalSteps = LOCAL_STEPS
+    local_steps: LocalSteps | None = None
     frozen_at: int = 0
     frozen_lr: float = 0.0
     since: int = 0
 
     def gap(self, step: int, lr: float) -> int:
         """Gap that holds at ``step``; an lr of 0 gives the largest."""
+        if self.local_steps is None:
+            return 1
         largest, double_every = self.local_steps.max_gap, self.local_steps.double_every
         if not isinstance(double_every, str):
             doublings = max(0, step - self.frozen_at - 1) // double_every

@@ -14,7 +14,7 @@ from torch import Tensor
 from lightning_onebit.algorithms.local_steps import Local
 from lightning_onebit.algorithms.moments import beta1, decay, new_share
 from lightning_onebit.algorithms.refresh import RefreshedMoments, RefreshOptions
-from lightning_onebit.algorithms.schedules import LOCAL_STEPS, LocalSteps, SyncPolicy, VariancePolicy, replay_schedule
+from lightning_onebit.algorithms.schedules import LocalSteps, SyncPolicy, VariancePolicy, replay_schedule
 from lightning_onebit.algorithms.updates import compression_noise
 from lightning_onebit.engine.arenas import Phase
 from lightning_onebit.engine.masters import adopted
@@ -46,9 +46,10 @@ class ZeroOneAdamOptions(RefreshOptions):
     """Options of 0/1 Adam.
 
     Attributes:
-        freeze_step: last step in which the variance is refreshed as often as it is young, >= 1; local steps follow. None: by ``freeze()``.
-            Before step 100 the variance is noise, see docs/freeze.
-        local_steps: how rarely ranks synchronise after it.
+        freeze_step: last step in which the variance is refreshed as often as it is young, >= 1. None: by ``freeze()``. Before step 100 the
+            variance is noise, see docs/freeze.
+        local_steps: how rarely ranks synchronise after it. None: at every step; ``LocalSteps()`` is the published schedule. Local steps
+            save bytes, need 12 bytes per parameter more, and cost loss (docs/convergence).
         recipe: ``"default"``, or ``"published"``: momenta themselves are compressed, refreshes grow rarer from the 18th step on, a refresh
             counts for one update of the variance (not for the steps since the last one), nothing refreshes it after the freeze, and
             local steps are not bounded. A variance that freezes before its 32nd refresh is then refused where one-bit noise divided by
@@ -59,14 +60,14 @@ class ZeroOneAdamOptions(RefreshOptions):
         max_grad_norm: see ``Options``.
     """
 
-    local_steps: LocalSteps = LOCAL_STEPS
+    local_steps: LocalSteps | None = None
 
     def __post_init__(self) -> None:
         """Checks every option."""
         super().__post_init__()
-        if not isinstance(self.local_steps, LocalSteps):
+        if not isinstance(self.local_steps, LocalSteps | None):
             raise TypeError(
-                f"local_steps={self.local_steps!r} must be a LocalSteps, not {type(self.local_steps).__name__}"
+                f"local_steps={self.local_steps!r} must be a LocalSteps or None, not {type(self.local_steps).__name__}"
             )
 
 
@@ -411,13 +412,13 @@ class ZeroOne(RefreshedMoments):
 
 @takes(ZeroOneAdamOptions)
 class ZeroOneAdam(OnebitOptimizer):
-    r"""0/1 Adam: one-bit rounds from the start, a variance refreshed ever more rarely, then local steps.
+    r"""0/1 Adam: one-bit rounds from the start, a variance refreshed ever more rarely, then local steps if wanted.
 
     With ``lr_t = lr / (1-b1^t)``::
 
         t a refresh (T_v):      g = mean_i g_i ; m, v as in Adam ; x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
         other t <= var_freeze:  m = exchange(b1 m + (1-b1) g_i) ; x -= lr*wd*x + lr_t*m/(sqrt(vhat)+eps)
-        t > var_freeze (local): m_i = b1 m_i + (1-b1) g_i ; u_i += lr_t*m_i ; S += lr_t ; H += 1
+        local (t > var_freeze): m_i = b1 m_i + (1-b1) g_i ; u_i += lr_t*m_i ; S += lr_t ; H += 1
                                 x_i -= lr*wd*x_i + clip(lr_t*m_i/(sqrt(vhat)+eps), -a, a) ; anchor -= lr*wd*anchor
         ... a synchronisation:  ubar = (S/H)*exchange(u_i/(S/H)) ; m = ubar/S ; x = anchor - ubar/(sqrt(vhat)+eps)
                                 anchor = x ; u = S = H = 0
@@ -459,7 +460,6 @@ class ZeroOneAdam(OnebitOptimizer):
     rule_class: ClassVar[type[Rule]] = ZeroOne
     local_steps: ClassVar[bool] = True
     SILENT_STEP_BYTES = 30.0  # reads and writes m, u and x, reads g and denominators
-    EXCHANGES_SOON: ClassVar[dict[str, Any]] = {"freeze_step": 1, "local_steps": LocalSteps(max_gap=1)}
 
     def __init__(
         self,
@@ -491,5 +491,5 @@ class ZeroOneAdam(OnebitOptimizer):
     @classmethod
     def count_rounds(cls, steps: int, freeze_step: int, **schedule: Any) -> Rounds:
         """See the base; takes ``local_steps``."""
-        policy = SyncPolicy(schedule.get("local_steps", LOCAL_STEPS))
+        policy = SyncPolicy(schedule.get("local_steps"))
         return Rounds(**replay_schedule(steps, freeze_step=freeze_step, policy=policy))

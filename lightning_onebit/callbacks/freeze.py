@@ -134,9 +134,10 @@ class VarianceFreezeMixin(WatchingCallback):
     """Ends the dense warm-up: freezes the variance of every compressed optimizer and lets compression begin.
 
     The automatic rule freezes after the first step, from ``earliest`` on, after which the learning rate no longer rises, and
-    after step ``latest`` in any case. While the learning rate rises gradients change their scale, and the variance with them.
-    The rise is over once more steps have passed since the last rise than ever lay between two; a learning rate that never
-    rises has no warm-up, which takes two steps to see.
+    after step ``latest`` in any case. A variance that nothing refreshes (1-bit LAMB's; ``refresh="never"``; ``recipe="published"``)
+    stays as it freezes for the rest of the run: it does so after step ``latest``, if neither bound is given. While the learning rate
+    rises gradients change their scale, and the variance with them. The rise is over once more steps have passed since the last rise
+    than ever lay between two; a learning rate that never rises has no warm-up, which takes two steps to see.
 
     Steps are real optimizer steps (an int; skipped ones do not count) or a share of the planned ones (a float; at least one
     step). Planned is what ``trainer.estimated_stepping_batches`` says, with two corrections: a
@@ -211,7 +212,7 @@ class VarianceFreezeMixin(WatchingCallback):
                     f"VarianceFreeze ends a dense warm-up, but {name} has none (it starts in phase "
                     f"{optimizer.phase.value!r}): remove VarianceFreeze.",
                 )
-        self._bounds(trainer, _planned(trainer, 0))
+            self._bounds(trainer, optimizer, _planned(trainer, 0))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Starts watching the optimizers; by now a checkpoint's optimizer state has been loaded."""
@@ -222,7 +223,9 @@ class VarianceFreezeMixin(WatchingCallback):
             # An optimizer that was made for a second fit() starts at 0 while the Trainer goes on counting.
             offset = kept["offset"] if kept else max(0, _stepped_batches(trainer) - optimizer.steps)
             planned = _planned(trainer, offset)
-            watch = _Watch(name, optimizer, planned, offset, *self._bounds(trainer, planned), seen=optimizer.steps)
+            watch = _Watch(
+                name, optimizer, planned, offset, *self._bounds(trainer, optimizer, planned), seen=optimizer.steps
+            )
             if kept:
                 watch.restore(kept)
             # Frozen before and warming up again: a fallback of DivergenceGuard, which ends it (if it is still there).
@@ -291,7 +294,7 @@ class VarianceFreezeMixin(WatchingCallback):
         if tried >= batches or since <= 0:
             return bounds
         watch.expected = watch.optimizer.steps + round(max(0, watch.planned - batches) * made / since)
-        now = self._in_run_of(trainer, watch.expected)
+        now = self._in_run_of(trainer, watch.optimizer, watch.expected)
         earliest = min(watch.earliest, now[0])
         return earliest, max(earliest, min(watch.latest, now[1]))
 
@@ -312,9 +315,11 @@ class VarianceFreezeMixin(WatchingCallback):
 
     def _reason(self, watch: _Watch) -> str:
         step, lr = watch.optimizer.steps, watch.learning_rate
-        if self.at == "auto" and lr.over(step):
-            return "the learning rate no longer rises" if lr.last_rise else "the learning rate does not rise"
         note = ", though the learning rate still rises" if lr.rising(step) else ""
+        if self._waits(watch.optimizer, watch.expected or watch.planned):
+            note = f"{note}; nothing renews its variance later"
+        elif self.at == "auto" and lr.over(step):
+            return "the learning rate no longer rises" if lr.last_rise else "the learning rate does not rise"
         if watch.expected is not None and step < watch.latest:
             share = f"its share of about {watch.expected:,} steps, which it makes in {watch.planned:,} planned batches"
             return f"that is {share}{note}"
@@ -358,13 +363,13 @@ class VarianceFreezeMixin(WatchingCallback):
 
     # ----- when -------------------------------------------------------------------------------------------------------
 
-    def _bounds(self, trainer: Any, planned: int | None) -> tuple[int, int]:
+    def _bounds(self, trainer: Any, optimizer: Any, planned: int | None) -> tuple[int, int]:
         """First step after which the freeze may happen in a run of so many steps (None: unknown), and step after which it does.
 
         Raises:
             MisconfigurationException: the first exceeds the other, or a share is asked for of an unknown number.
         """
-        earliest, latest = self._in_run_of(trainer, planned)
+        earliest, latest = self._in_run_of(trainer, optimizer, planned)
         if earliest > latest:
             raise misconfiguration(
                 trainer,
@@ -373,7 +378,13 @@ class VarianceFreezeMixin(WatchingCallback):
             )
         return earliest, latest
 
-    def _in_run_of(self, trainer: Any, planned: int | None) -> tuple[int, int]:
+    def _waits(self, optimizer: Any, planned: int | None) -> bool:
+        """Whether the freeze waits for the maximum because second moments never learn after it; where nobody has chosen bounds."""
+        if not self._by_itself or planned is None:
+            return False
+        return not optimizer.dense_steps_after_freeze(round(LATEST * planned), planned)
+
+    def _in_run_of(self, trainer: Any, optimizer: Any, planned: int | None) -> tuple[int, int]:
         if self.latest is None:
             at = _in_steps(trainer, "at", self.at, planned)
             return at, at
@@ -385,6 +396,8 @@ class VarianceFreezeMixin(WatchingCallback):
         if self._by_itself and planned is not None:
             fewest = min(FEWEST_GRADIENTS, planned // 2)
             earliest, latest = max(earliest, fewest), max(latest, fewest)
+        if self._waits(optimizer, planned):
+            earliest = latest
         return min(max(1, earliest), latest), latest
 
 

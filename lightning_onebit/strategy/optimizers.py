@@ -180,7 +180,8 @@ class DefaultFreeze:
             return
         rank_zero_info(
             "Nothing says when the dense warm-up ends: added VarianceFreeze(), which ends it when the learning rate no longer rises, "
-            "after 10 % of the planned steps at the earliest and 20 % at the latest, but not before 100 steps or half of the run. Add "
+            "after 10 % of the planned steps at the earliest and 20 % at the latest (after 20 % if nothing refreshes the variance), but "
+            "not before 100 steps or half of the run. Add "
             "VarianceFreeze to the Trainer's callbacks, or give `freeze_step`, to choose."
         )
 

@@ -239,7 +239,7 @@ def advice(measurements: Sequence[LinkMeasurement]) -> str:
     waiting = 1 - largest.local_seconds / largest.exchange_seconds
     if waiting > 0.7:
         return text + (
-            " Most of the exchange is spent on the network even so: 'zero_one_adam' (local steps) saves rounds on top of bits; "
+            " Most of the exchange is spent on the network even so: 'binsgdm' has no dense steps, and needs a learning rate of its own; "
             "'onebit_adam' is the simplest choice."
         )
     return text + " 'onebit_adam' is the simplest choice ('onebit_lamb' for large batches)."

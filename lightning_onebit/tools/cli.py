@@ -88,13 +88,13 @@ def _whole(least: int) -> Callable[[str], int]:
 
 
 def _local_steps(text: str) -> LocalSteps:
-    """``16,32768``: the largest gap between synchronisations, and steps after which gaps double; ``1``: no local steps."""
+    """``16,32768``: the largest gap between synchronisations, and steps after which gaps double."""
     try:
         gap, *steps = (int(part) for part in text.split(","))
         return LocalSteps(max_gap=gap, **dict(zip(("double_every",), steps, strict=False)))
     except (TypeError, ValueError) as error:
         raise argparse.ArgumentTypeError(
-            f"{text!r}: {error}; write for example 16,32768, or 1 for no local steps"
+            f"{text!r}: {error}; write for example 16,32768, or leave it out for no local steps"
         ) from None
 
 
@@ -128,7 +128,7 @@ def _plan_arguments(parser: argparse.ArgumentParser) -> None:
         "--local-steps",
         type=_local_steps,
         metavar="GAP,STEPS",
-        help="0/1 Adam's largest gap, and after how many steps gaps double (16, a fifth of the steps)",
+        help="0/1 Adam's largest gap between synchronisations, and after how many steps gaps double, e.g. 16,32768 (no local steps)",
     )
 
     add = parser.add_argument_group("cluster").add_argument

@@ -157,7 +157,7 @@ class Job:
         block_size: elements that share a scale.
         bucket_mb: MB of fp32 gradients per bucket (by default those of an optimizer on CPUs; on CUDA devices they are larger, and fewer);
             at least a block is in one, in the exchange a block of every rank.
-        local_steps: 0/1 Adam's; None: the gap doubles with every fifth of ``steps``, about what the paper's 32,678 are of its 152,511.
+        local_steps: 0/1 Adam's.
 
     Raises:
         TypeError: a number of the wrong type.
@@ -199,7 +199,7 @@ class Job:
     @property
     def schedule(self) -> dict[str, Any]:
         """Options of single algorithms that shape a schedule, as ``count_rounds`` takes them."""
-        return {"local_steps": self.local_steps or LocalSteps(double_every=max(1, self.steps // 5))}
+        return {"local_steps": self.local_steps}
 
     def shard(self, shards: int) -> Job:
         """The same job with the part of each parameter that one of so many ranks holds."""

@@ -284,6 +284,7 @@ class _Translation:
                 self.honoured[key] = f"{known.options[name]}={value!r}, DeepSpeed's default"
         if self.options.get("local_steps.max_gap") == 1:
             # no steps between synchronisations, whatever the scaler
+            del self.options["local_steps.max_gap"]
             self.options.pop("local_steps.double_every", None)
             key = "optimizer.params.local_step_scaler"
             if self.honoured.pop(f"{key} (absent)", None) is None:

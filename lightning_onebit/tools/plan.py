@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
 from lightning_onebit._text import fill, format_bits, format_figure, format_millions, format_seconds, format_table
 from lightning_onebit.comm import Collective, control_payload_bytes, exchange_collectives, ring_bytes
 from lightning_onebit.engine.options import check_choice, check_number
@@ -25,15 +27,17 @@ DENSE = {"dense_fp32": 4, "dense_fp16": 2}
 #: bytes per element that AdamW moves through memory: x, m, v read and written, g read. (Optimizers here know theirs: ``STEP_BYTES``.)
 ADAMW_BYTES = 28.0
 
-#: bytes per parameter of optimizer state after the warm-up: of each parameter, and of a rank's n-th; 0/1 Adam's with local steps
+#: bytes per parameter of optimizer state after the warm-up: of each parameter, and of a rank's n-th
 STATE_BYTES = {
     "onebit_adam": (6.5, 4.125),
     "onebit_lamb": (10.5, 4.125),
-    "zero_one_adam": (18.375, 4.125),
+    "zero_one_adam": (6.5, 4.125),
     "binsgdm": (8.125, 4.0),
     "onebit_sgd": (12.375, 8.125),
 }
 ADAMW_STATE_BYTES = 8.0
+#: more of each parameter with local steps
+LOCAL_STATE_BYTES = 11.875
 
 #: factor by which the best plan must beat the best dense one before it is called worth while
 WORTH = 1.10
@@ -131,8 +135,20 @@ class ForecastReport:
         bound = "" if even is None or math.isinf(even) else f"; it pays below about {format_bits(even)} per node"
         return (
             f"{where} {best.title} should make the run {format_figure(self.speedup, 2)}x as fast as {dense.title}, warm-up "
-            f"included ({format_figure(dense.step_seconds / best.step_seconds, 2)}x after it){bound}."
+            f"included ({format_figure(dense.step_seconds / best.step_seconds, 2)}x after it){bound}.{self._with_the_rate_of_adamw}"
         )
+
+    @property
+    def _with_the_rate_of_adamw(self) -> str:
+        """What is fastest at AdamW's learning rate, where the fastest of all needs one of its own."""
+        keeps = {name for name, algorithm in ALGORITHMS.items() if torch.optim.AdamW in algorithm.converts}
+        found = [p for p in self.predictions if p.name in keeps]
+        if not found or self.best.name in keeps:
+            return ""
+        second = min(found, key=lambda p: p.mean_seconds)
+        factor = format_figure(_over(self.dense.mean_seconds, second.mean_seconds), 2)
+        own = f"{_title(self.best.name)} needs a learning rate of its own"
+        return f" {own}; at AdamW's, {second.title} makes the run {factor}x as fast."
 
     @property
     def _reason(self) -> str:
@@ -318,6 +334,7 @@ def _predict_shard(cluster: Cluster, job: Job, name: str, layout: str, *, sharde
         mean += rounds.bitmaps / job.steps * _exchange(cluster, job, name, layout, merges=True)[0]
     sent = rounds.one_bit / later * node_bytes if later else dense_bytes
     whole, share_of_rank = STATE_BYTES.get(name, (math.nan, math.nan))
+    whole += LOCAL_STATE_BYTES if rounds.silent else 0.0
     state = (whole + share_of_rank / cluster.gpus) * job.elements if name in STATE_BYTES else None
     return Prediction(name, layout, dense, step, mean, step - job.compute, sent, share, state)
 

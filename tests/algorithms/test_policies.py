@@ -109,8 +109,8 @@ def test_synchronisation_gap_doubles_every_scaler_steps_up_to_the_clipper() -> N
     assert synchronisations(policy, 11, 28) == [11, 12, 13, 15, 19, 23, 27]
 
 
-def test_a_clipper_of_one_synchronises_at_every_step() -> None:
-    policy = SyncPolicy(LocalSteps(max_gap=1))
+def test_without_local_steps_every_step_synchronises() -> None:
+    policy = SyncPolicy()
     policy.start(5, 1.0)
     assert synchronisations(policy, 6, 40) == list(range(6, 41))
 
@@ -148,8 +148,7 @@ def test_an_lr_that_halves_by_multiplication_reaches_its_power_of_two() -> None:
 def test_replay_counts_the_rounds_of_the_written_down_policies(
     scaler: int, local_scaler: int, clipper: int, freeze: int, steps: int, refresh: bool
 ) -> None:
-    gaps = {"double_every": local_scaler} if clipper > 1 else {}
-    policy = SyncPolicy(LocalSteps(max_gap=clipper, **gaps))
+    policy = SyncPolicy(LocalSteps(max_gap=clipper, double_every=local_scaler) if clipper > 1 else None)
     ours = replay_schedule(steps, freeze_step=freeze, policy=policy, refresh=refresh, doubling=scaler, dense=0)
     t_v, t_u = oracle.VariancePolicy(scaler), oracle.SyncPolicy(freeze, local_scaler, clipper)
     theirs = {"dense": 0, "one_bit": 0, "silent": 0}

@@ -25,7 +25,7 @@ BUCKET_MB = 440 * BLOCK * 4 / 2**20  # two buckets, for every number of ranks
 SOON: dict[str, dict[str, Any]] = {
     "onebit_adam": {"freeze_step": 1},
     "onebit_lamb": {"freeze_step": 1},
-    "zero_one_adam": {"freeze_step": 1, "local_steps": LocalSteps(max_gap=1)},
+    "zero_one_adam": {"freeze_step": 1},
     "binsgdm": {},
     "onebit_sgd": {"momentum": 0.9},
 }

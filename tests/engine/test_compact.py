@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_onebit.algorithms import LocalSteps, OnebitAdam, OnebitLamb, ZeroOneAdam
+from lightning_onebit.algorithms import OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.algorithms.updates import reciprocal_denominator_, second_moment_from_reciprocal
 from lightning_onebit.engine import ExchangeOptions, OnebitOptimizer
 from lightning_onebit.engine.compact import Inversion, compact, expanded
@@ -22,9 +22,7 @@ MAKERS: dict[str, Any] = {
     "published": lambda p: OnebitAdam(p, freeze_step=3, recipe="published", exchange=ExchangeOptions(_alone=True)),
     "16 bits": lambda p: OnebitAdam(p, freeze_step=3, exchange=ExchangeOptions(state_dtype="bfloat16", _alone=True)),
     "lamb": lambda p: OnebitLamb(p, freeze_step=3, exchange=ExchangeOptions(_alone=True)),
-    "0/1": lambda p: ZeroOneAdam(
-        p, freeze_step=3, local_steps=LocalSteps(max_gap=1), exchange=ExchangeOptions(_alone=True)
-    ),
+    "0/1": lambda p: ZeroOneAdam(p, freeze_step=3, exchange=ExchangeOptions(_alone=True)),
 }
 
 

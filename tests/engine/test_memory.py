@@ -60,7 +60,7 @@ def memory_rank(rank: int, world: int, algorithm: str, options: dict[str, Any], 
 
 
 LOCAL = {"freeze_step": 2, "local_steps": ob.LocalSteps(max_gap=4, double_every=1), "refresh": "never"}
-ONE_BIT = {"freeze_step": 2, "local_steps": ob.LocalSteps(max_gap=1), "refresh": "never"}
+ONE_BIT = {"freeze_step": 2, "refresh": "never"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from harness import grouped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_onebit.algorithms import OnebitAdam, ZeroOneAdam
+from lightning_onebit.algorithms import OnebitAdam, OnebitLamb, ZeroOneAdam
 from lightning_onebit.callbacks import freeze
 from lightning_onebit.callbacks.freeze import (
     LearningRateWatch,
@@ -175,9 +175,11 @@ def test_a_share_of_the_run_is_one_of_batches_for_an_optimizer_that_steps_in_few
     assert seldom.ledger.dense_steps == (by_batches if automatic else by_steps)
     line = next(line for line in said if "OnebitAdam 1 made" in line)
     share = "its share of about 20 steps, which it makes in 100 planned batches"
-    of_share = not automatic and by_steps < 20 and (rises or options == {"at": 0.2})
-    assert (f"{share}{', though the learning rate still rises' * rises}." in line) is of_share
-    assert ("the learning rate does not rise" in line) is (not rises and "at" not in options)
+    kept = not options  # they wait for the maximum, because nothing refreshes their second moments
+    of_share = not automatic and by_steps < 20 and (rises or kept or options == {"at": 0.2})
+    why = ", though the learning rate still rises" * rises + "; nothing renews its variance later" * kept
+    assert (f"{share}{why}." in line) is of_share
+    assert ("the learning rate does not rise" in line) is (not rises and not kept and "at" not in options)
 
 
 def test_an_optimizer_that_begins_late_is_not_frozen_at_its_first_steps(said: list[str]) -> None:
@@ -540,9 +542,48 @@ def test_minimum_and_maximum_are_counted_in_steps(
     planned: float, options: dict[str, Any], flat: int, rising: int, said: list[str]
 ) -> None:
     for expected, rise in ((flat, 0.0), (rising, 0.01)):
-        optimizer = onebit_adam()
+        optimizer = onebit_adam(refresh="auto")
         _train(optimizer, [1e-3 * (1 + rise * step) for step in range(120)], planned, **options)
         assert optimizer.phase is Phase.COMPRESSED and optimizer.steps == expected
+
+
+def _kept_forever(algorithm: str) -> Any:
+    """An optimizer whose second moments nothing refreshes."""
+    if algorithm == "lamb":
+        return OnebitLamb([torch.nn.Parameter(torch.ones(40))], **grouped({"_alone": True, "block_size": 32}))
+    return onebit_adam(
+        **{"never": {"refresh": "never"}, "published": {"refresh": "auto", "recipe": "published"}}[algorithm]
+    )
+
+
+@pytest.mark.parametrize("algorithm", ["lamb", "never", "published"])
+@pytest.mark.parametrize(
+    ("planned", "options", "steps"),
+    [(600, {}, 120), (10, {}, 5), (600, {"latest": 0.2}, 60), (600, {"earliest": 0.1}, 60), (600, {"at": 30}, 30)],
+)
+@pytest.mark.parametrize("rise", [0.0, 0.01])
+def test_second_moments_that_nothing_refreshes_learn_until_the_maximum(
+    algorithm: str, planned: int, options: dict[str, Any], steps: int, rise: float, said: list[str]
+) -> None:
+    """Where nobody has chosen bounds; chosen ones are taken at their word."""
+    optimizer = _kept_forever(algorithm)
+    _train(optimizer, [1e-3 * (1 + rise * step) for step in range(120)], planned, **options)
+    chosen = bool(options) and "at" not in options
+    assert optimizer.phase is Phase.COMPRESSED and optimizer.steps == (120 if chosen and rise else steps)
+    rises = ", though the learning rate still rises" if rise else ""
+    reason = f"Reason: the maximum of {steps} dense steps is reached{rises}; nothing renews its variance later."
+    assert said[-1].endswith(reason) is (not options)
+
+
+def test_steps_made_by_hand_are_judged_by_whether_their_own_second_moments_are_refreshed(said: list[str]) -> None:
+    """A GAN's two networks: one waits for a fifth of its own steps, the other for the end of the rise."""
+    refreshed, kept = onebit_adam(refresh="auto"), onebit_adam()
+    trainer = FakeTrainer([refreshed, kept], planned=2000)
+    trainer.lightning_module.automatic_optimization = False
+    trainer.start(VarianceFreezeMixin())
+    for batch in range(500):
+        trainer.step(only=kept if batch % 2 else refreshed)
+    assert "OnebitAdam 0 made 100 dense steps" in said[-2] and "OnebitAdam 1 made 200 dense steps" in said[-1]
 
 
 @pytest.mark.parametrize(

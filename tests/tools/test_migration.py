@@ -94,7 +94,7 @@ OUR_LAMB = {
     "trust_clip": (0.02, 0.3),
     "coefficients": ob.LambCoefficients(beta=0.8, factor_max=3.0, factor_min=0.6, threshold=0.2),
 }
-NO_LOCAL_STEPS = {"freeze_step": 5, "local_steps": ob.LocalSteps(max_gap=1)}
+NO_LOCAL_STEPS = {"freeze_step": 5}
 
 
 @pytest.mark.parametrize(

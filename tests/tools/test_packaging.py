@@ -249,7 +249,7 @@ def option_table(heading: str) -> dict[str, object]:
     section = (ROOT / "docs" / "options.md").read_text().split(f"## {heading}\n", 1)[1]
     section = re.split(r"^#", section, maxsplit=1, flags=re.MULTILINE)[0]
     found = re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE)
-    made: dict[str, object] = {"LocalSteps()": ob.LocalSteps(), "LambCoefficients()": ob.LambCoefficients()}
+    made: dict[str, object] = {"LambCoefficients()": ob.LambCoefficients()}
     return {name: made[default] if default in made else ast.literal_eval(default) for name, default in found}
 
 

@@ -248,7 +248,7 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
     job = replace(BERT, steps=152_511, warmup=12_500 / 152_511, local_steps=LocalSteps(double_every=32_678))
     found = predict(NETWORK, job, "zero_one_adam")
     assert found.dense_share == pytest.approx(266 / 152_511)
-    every = replace(job, local_steps=LocalSteps(max_gap=1))
+    every = replace(job, local_steps=None)
     spoken = found.node_bytes / predict(NETWORK, every, "zero_one_adam").node_bytes
     assert spoken == pytest.approx(74_114 / 152_245)
     assert found.step_seconds < predict(NETWORK, every, "zero_one_adam").step_seconds
