@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -527,14 +528,16 @@ def plot(cluster: Cluster, job: Job, path: str, algorithms: Iterable[str] | str 
     worlds = [cluster.gpus_per_node * 2**k for k in range(13) if cluster.gpus_per_node * 2**k <= LARGEST_WORLD]
     worlds = worlds or [cluster.gpus_per_node]
     over_world = [plan(replace(cluster, gpus=n), job, algorithms) for n in worlds]
+    # algorithms may send the same, so that their lines coincide: dots and dashes lie on whole lines
+    patterns: Any = cycle([("-", 2), ((0, (3, 3)), 3), ((0, (1, 4)), 4)])
     for name in dict.fromkeys(p.name for p in over_bandwidth[0].predictions):
-        # 1-bit LAMB sends what 1-bit Adam sends: their lines all but coincide
-        style = "--" if name in DENSE else ":" if name == "onebit_lamb" else "-"
+        pattern, layer = ("--", 2) if name in DENSE else next(patterns)
+        style = {"linestyle": pattern, "zorder": layer, "linewidth": 2}
         label = _title(name)
         speedups = [max(p.speedup_fp32 for p in r.predictions if p.name == name) for r in over_bandwidth]
         times = [1e3 * min(p.mean_seconds for p in r.predictions if p.name == name) for r in over_world]
-        left.plot([b / 1e9 for b in BANDWIDTHS], speedups, style, label=label)
-        right.plot(worlds, times, style, marker="." if len(worlds) < 3 else "", label=label)
+        left.plot([b / 1e9 for b in BANDWIDTHS], speedups, label=label, **style)
+        right.plot(worlds, times, marker="." if len(worlds) < 3 else "", label=label, **style)
     left.axvline(cluster.bandwidth / 1e9, color="gray", linewidth=0.8)
     left.set(xscale="log", yscale="log", xlabel="Gb/s per node", ylabel="speed-up over dense fp32, whole run")
     left.set_title(f"{cluster.gpus} GPUs, {cluster.gpus_per_node} per node", fontsize=10)

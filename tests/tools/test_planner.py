@@ -254,6 +254,30 @@ def test_the_warm_up_and_silent_steps_are_counted() -> None:
     assert found.step_seconds < predict(NETWORK, every, "zero_one_adam").step_seconds
 
 
+def test_the_verdict_says_what_is_fastest_at_adamws_learning_rate_too() -> None:
+    """As docs/choosing does: below 1 Gb/s BinSGDM, where its learning rate can be searched for."""
+    slow = Cluster(gpus=8, bandwidth=1e8)
+    assert plan(slow, BERT).best.name == "binsgdm"
+    second = predict(slow, BERT, "zero_one_adam")
+    assert (
+        "BinSGDM needs a learning rate of its own; at AdamW's, 0/1 Adam, flat makes the run "
+        in plan(slow, BERT).verdict
+    )
+    assert second.mean_seconds < predict(slow, BERT, "onebit_adam").mean_seconds, "its warm-up has fewer dense steps"
+    for names in (["onebit_adam", "zero_one_adam"], ["binsgdm", "onebit_sgd"]):
+        assert "AdamW's" not in plan(slow, BERT, names).verdict
+
+
+def test_local_steps_are_planned_where_they_are_asked_for_and_take_memory() -> None:
+    asked = replace(BERT, local_steps=LocalSteps(double_every=100))
+    without, within = predict(NETWORK, BERT, "zero_one_adam"), predict(NETWORK, asked, "zero_one_adam")
+    assert (
+        within.node_bytes < without.node_bytes
+        and without.state_bytes == predict(NETWORK, BERT, "onebit_adam").state_bytes
+    )
+    assert within.state_bytes == pytest.approx((18.375 + 4.125 / NETWORK.gpus) * BERT.elements)
+
+
 @pytest.mark.parametrize("algorithm", ["onebit_adam", "onebit_lamb"])
 def test_refreshes_are_counted_as_the_optimizer_makes_them(algorithm: str) -> None:
     p = torch.nn.Parameter(torch.zeros(40))
