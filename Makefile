@@ -1,4 +1,4 @@
-# make demo            train the byte-level transformer with DDP and with 1-bit Adam, and compare   (ARGS="..." for its options)
+# make demo            train the byte-level transformer with DDP, 1-bit Adam and BinSGDM, and compare   (ARGS="..." for its options)
 # make test            lint, types and the whole test suite                                          (ARGS="..." for pytest)
 # make docs            the documentation as a site in build/docs; warnings are errors
 # make test-oldest     the tests that depend on versions, with the oldest ones that are supported       (ARGS="..." for pytest)

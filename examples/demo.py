@@ -1,7 +1,7 @@
-"""Train the byte-level GPT twice, with DDP and with a compressing strategy, and put the two runs side by side.
+"""Train the byte-level GPT with DDP and with compressing strategies, and put the runs side by side.
 
     make demo
-    make demo ARGS="--steps 800 --freeze-fraction 0.15"
+    make demo ARGS="--steps 800 --strategies onebit_adam zero_one_adam"
 
 Each training is a process group of its own (``examples/text_gpt.py``), with the same seed, data order, AdamW settings
 and schedule. Options that are not listed here are handed on to ``text_gpt.py``.
@@ -24,7 +24,8 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 
 # Validated for contrast and for the common colour-vision deficiencies.
-BLUE, ORANGE, INK, MUTED, GRID = "#2a78d6", "#eb6834", "#0b0b0b", "#6b6a66", "#e4e3df"
+COLOURS = ("#2a78d6", "#eb6834", "#1f8a70", "#8e5bc0", "#b8860b")
+INK, MUTED, GRID = "#0b0b0b", "#6b6a66", "#e4e3df"
 
 
 def train(strategy: str, out: Path, arguments: list[str]) -> dict[str, Any]:
@@ -60,22 +61,34 @@ def megabytes(count: float) -> str:
     return f"{count / 1e6:,.1f} MB"
 
 
-def table(dense: dict[str, Any], compressed: dict[str, Any]) -> str:
+def found(dense: dict[str, Any], compressed: dict[str, Any]) -> str:
+    """What one compressing strategy has saved, and at which loss."""
+    dense_steps, steps = compressed["dense_steps"], compressed["steps"]
+    later, dense_step = steps - dense_steps, dense["bytes_sent"] / dense["steps"]
+    sent_later = compressed["bytes_sent"] - dense_steps * dense_step
+    gap = compressed["val_loss"] / dense["val_loss"] - 1
+    ratio = dense["bytes_sent"] / max(1, compressed["bytes_sent"])
+    text = f"{compressed['strategy']}: {ratio:.2f}x fewer bytes, validation loss {100 * gap:+.2f} % against {dense['strategy']}."
+    if not later:
+        return f"{text} No step was compressed."
+    if not dense_steps:
+        return text
+    return (
+        f"{text} Of its {steps} steps {dense_steps} are dense, which sets the limit; the other {later} alone send "
+        f"{later * dense_step / sent_later:.1f}x fewer."
+    )
+
+
+def table(runs: list[dict[str, Any]]) -> str:
     """Lay out the comparison.
 
     Args:
-        dense: Record of the DDP run.
-        compressed: Record of the compressed run.
+        runs: Records, that of DDP first.
 
     Returns:
         The table and the notes that make it readable alone.
     """
-    runs = (dense, compressed)
-    gap = compressed["val_loss"] / dense["val_loss"] - 1
-    dense_steps, steps = compressed["dense_steps"], compressed["steps"]
-    later = steps - dense_steps
-    dense_step = dense["bytes_sent"] / dense["steps"]
-    sent_later = compressed["bytes_sent"] - dense_steps * dense_step
+    dense, *others = runs
     rows = [
         ("", *(run["strategy"] for run in runs)),
         ("validation loss (nats per byte)", *(f"{run['val_loss']:.4f}" for run in runs)),
@@ -83,20 +96,14 @@ def table(dense: dict[str, Any], compressed: dict[str, Any]) -> str:
         ("replicas identical", *("yes" if run["replicas_identical"] else "NO" for run in runs)),
         ("median time of a step", *(f"{1e3 * run['seconds_per_step']:.0f} ms" for run in runs)),
     ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(row[i].rjust(widths[i]) for i in (1, 2))]) for row in rows]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
     lines.insert(1, "-" * len(lines[0]))
-    ratio = dense["bytes_sent"] / max(1, compressed["bytes_sent"])
-    found = f"Ratio of bytes: {ratio:.2f}x fewer over the run. Of its {steps} steps {dense_steps} are dense, which sets the limit; "
-    if later and sent_later > 0:
-        found += f"the other {later} alone send {later * dense_step / sent_later:.1f}x fewer."
-    else:
-        found += "no step was compressed."
     notes = [
-        found,
-        f"Validation loss: {100 * gap:+.2f} % against {dense['strategy']}.",
+        *(found(dense, run) for run in others),
+        f"One run of {dense['steps']} steps tells losses apart that differ by more than about one per cent.",
         f"Bytes are those one process sends for gradients or momentum, counted {dense['bytes_counted']} "
-        f"({dense['strategy']}) and {compressed['bytes_counted']} ({compressed['strategy']}).",
+        f"({dense['strategy']}) and {others[0]['bytes_counted']} (the others).",
         f"All {dense['ranks']} processes share this machine; step times tell nothing about a real network.",
     ]
     return "\n".join([*lines, "", *(textwrap.fill(note, 80) for note in notes)])
@@ -116,11 +123,11 @@ def smooth(values: list[float], window: int) -> list[float]:
     return [sum(values[max(0, i + 1 - window) : i + 1]) / min(i + 1, window) for i in range(len(values))]
 
 
-def plot(folders: tuple[Path, Path], results: tuple[dict[str, Any], dict[str, Any]], path: Path) -> None:
+def plot(folders: list[Path], results: list[dict[str, Any]], path: Path) -> None:
     """Draw the loss curves and the cumulative bytes side by side.
 
     Args:
-        folders: Record folders of the dense and of the compressed run.
+        folders: Record folders of the runs, that of DDP first.
         results: Their ``result.json``.
         path: PNG file to write.
     """
@@ -146,8 +153,8 @@ def plot(folders: tuple[Path, Path], results: tuple[dict[str, Any], dict[str, An
     }
     with plt.rc_context(style):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.4), constrained_layout=True)
-        for folder, result, colour, z in zip(folders, results, (BLUE, ORANGE), (2, 3), strict=True):
-            metrics = read_metrics(folder)
+        for z, (folder, result) in enumerate(zip(folders, results, strict=True), 2):
+            colour, metrics = COLOURS[(z - 2) % len(COLOURS)], read_metrics(folder)
             steps = [step for step in metrics["step"] if step is not None]
             losses = [loss for loss in metrics["train_loss"] if loss is not None]
             left.plot(steps, smooth(losses, 10), color=colour, alpha=0.35, linewidth=1, zorder=z)
@@ -167,12 +174,12 @@ def plot(folders: tuple[Path, Path], results: tuple[dict[str, Any], dict[str, An
             )
         # The first fall from ln 256 = 5.5 would leave no room to tell the curves apart: it may leave the frame at the top.
         left.set_ylim(top=1.35 * max(v for line in left.lines[1::2] for v in line.get_ydata()[:1]))
-        freeze = warm_up(folders[1], results[1])
-        if freeze is not None:
-            for axes in (left, right):
+        freezes = [(result["strategy"], warm_up(*run)) for run in zip(folders, results, strict=True)]
+        for name, freeze in freezes[1:]:
+            for axes in (left, right) if freeze is not None else ():
                 axes.axvline(freeze, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
                 axes.annotate(
-                    "freeze: compressed\nfrom here on",
+                    f"{name}:\ncompressed from here on",
                     (freeze, 0.97),
                     xycoords=("data", "axes fraction"),
                     xytext=(5, 0),
@@ -184,8 +191,7 @@ def plot(folders: tuple[Path, Path], results: tuple[dict[str, Any], dict[str, An
         left.set(title="Loss: validation (dots), training (pale, mean of 10 steps)")
         left.set(xlabel="optimizer step", ylabel="nats per byte")
         left.legend(title="final validation loss", frameon=False, loc="upper right")
-        ratio = results[0]["bytes_sent"] / max(1, results[1]["bytes_sent"])
-        right.set(title=f"Bytes sent per process: {ratio:.1f}x fewer", xlabel="optimizer step", ylabel="cumulative MB")
+        right.set(title="Bytes sent per process", xlabel="optimizer step", ylabel="cumulative MB")
         right.set_ylim(bottom=0)
         for axes in (left, right):
             axes.set_xlim(left=0)
@@ -195,29 +201,31 @@ def plot(folders: tuple[Path, Path], results: tuple[dict[str, Any], dict[str, An
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run both trainings, print the table and write the figure."""
+    """Run all trainings, print the table and write the figure."""
     options = argparse.ArgumentParser(
         description=(__doc__ or "").partition("\n")[0],
         epilog="Every other option is handed on to text_gpt.py (see its --help).",
     )
-    options.add_argument("--strategy", default="onebit_adam", help="compressing strategy to compare with ddp")
+    options.add_argument(
+        "--strategies", nargs="+", default=["onebit_adam", "binsgdm"], help="compressing strategies to compare with ddp"
+    )
     options.add_argument("--out", type=Path, default=Path("demo_out"), help="folder for records and figure")
     options.add_argument("--plot-only", action="store_true", help="only table and figure of the records in --out")
     chosen, rest = options.parse_known_args(arguments)
 
-    names = ("ddp", chosen.strategy)
-    folders = (chosen.out / names[0], chosen.out / names[1])
+    names = ("ddp", *chosen.strategies)
+    folders = [chosen.out / name for name in names]
     begin = time.perf_counter()
     results = []
     for number, (name, folder) in enumerate(zip(names, folders, strict=True), 1):
         if chosen.plot_only:
             results.append(json.loads((folder / "result.json").read_text()))
             continue
-        print(f'\n[{number}/2] strategy="{name}"', flush=True)
+        print(f'\n[{number}/{len(names)}] strategy="{name}"', flush=True)
         results.append(train(name, folder, rest))
     figure = chosen.out / "demo.png"
-    plot(folders, (results[0], results[1]), figure)
-    print("\n" + table(results[0], results[1]))
+    plot(folders, results, figure)
+    print("\n" + table(results))
     print(f"\nFigure: {figure}")
     if not chosen.plot_only:
         print(f"Took {time.perf_counter() - begin:.0f} s.")

@@ -183,15 +183,17 @@ def test_demo_counts_bytes_by_formula_and_by_ledger(demo: tuple[Path, str]) -> N
 
 def test_demo_ends_with_table_and_figure(demo: tuple[Path, str]) -> None:
     folder, printed = demo
-    dense, compressed = result(folder, "ddp"), result(folder, "onebit_adam")
-    assert dense["replicas_identical"] is True
-    assert compressed["replicas_identical"] is True
-    assert re.search(r"replicas identical +yes +yes", printed)
-    losses = [f"{run['val_loss']:.4f}" for run in (dense, compressed)]
-    assert re.search(rf"validation loss.* {losses[0]} +{losses[1]}", printed)
-    ratio = dense["bytes_sent"] / compressed["bytes_sent"]
-    assert f"Ratio of bytes: {ratio:.2f}x" in printed
-    assert "Validation loss: " in printed
+    dense, compressed, binary = (result(folder, name) for name in ("ddp", "onebit_adam", "binsgdm"))
+    assert all(run["replicas_identical"] is True for run in (dense, compressed, binary))
+    assert re.search(r"replicas identical +yes +yes +yes", printed)
+    losses = [f"{run['val_loss']:.4f}" for run in (dense, compressed, binary)]
+    assert re.search(rf"validation loss.* {losses[0]} +{losses[1]} +{losses[2]}", printed)
+    said = " ".join(printed.split())
+    for run in (compressed, binary):
+        ratio, gap = dense["bytes_sent"] / run["bytes_sent"], run["val_loss"] / dense["val_loss"] - 1
+        start = f"{run['strategy']}: {ratio:.2f}x fewer bytes, validation loss {100 * gap:+.2f} % against ddp."
+        assert start + " Of its 10 steps 3 are dense" * (run is compressed) in said
+    assert dense["bytes_sent"] / binary["bytes_sent"] > 8 and binary["dense_steps"] == 0
     figure = (folder / "demo.png").read_bytes()
     assert figure.startswith(b"\x89PNG") and len(figure) > 20_000
 
@@ -201,7 +203,7 @@ def test_demo_redraws_without_training(demo: tuple[Path, str]) -> None:
     (folder / "demo.png").unlink()
     again = run([str(EXAMPLES / "demo.py"), "--out", str(folder), "--plot-only"], folder)
     assert (folder / "demo.png").exists()
-    assert printed[printed.index("Ratio of bytes") : printed.index("Figure:")] in again
+    assert printed[printed.index("onebit_adam: ") : printed.index("Figure:")] in again
 
 
 def test_freeze_is_drawn_only_where_the_dense_steps_come_first(tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_replicas_that_differ_are_called_different(demo: tuple[Path, str], tmp_p
 
     folder, _ = demo
     broken = {**result(folder, "onebit_adam"), "replicas_identical": False}
-    assert re.search(r"replicas identical +yes +NO", driver.table(result(folder, "ddp"), broken))
+    assert re.search(r"replicas identical +yes +NO", driver.table([result(folder, "ddp"), broken]))
 
 
 def hash_before_and_after_a_flipped_bit(rank: int, world: int) -> tuple[bool, bool]:
