@@ -190,7 +190,7 @@ class Costs:
 
     Attributes:
         compute: seconds of forward and backward of one worker's rows.
-        local: seconds of the optimizer's own work, by method; of methods that are not there: none.
+        local: seconds of the optimizer's own work, by method; empty: that is not looked at.
         source: where the numbers come from, for titles.
     """
 
@@ -198,9 +198,13 @@ class Costs:
     local: Mapping[str, float]
     source: str
 
+    def known(self, method: str) -> bool:
+        """Whether it is known what a step of a method costs."""
+        return not self.local or method.removesuffix("_published") in self.local
+
     def of(self, method: str) -> float:
         """Seconds of a step of a method before anything is sent; published recipes cost what their methods do."""
-        return self.compute + self.local.get(method.removesuffix("_published"), 0.0)
+        return self.compute + (self.local[method.removesuffix("_published")] if self.local else 0.0)
 
 
 @lru_cache(maxsize=8)
@@ -315,6 +319,9 @@ def print_first(task: Task, rows: Sequence[Row], costs: Costs) -> None:
     if not target:
         raise ValueError(f"there is no AdamW run of task {task.name} that ended; run it first")
     print(f"seconds until the loss is {target[0]:.4f}, where AdamW ends; {costs.source}")
+    if unknown := [row.method for row in rows if not costs.known(row.method)]:
+        print(f"{'':11}costs not measured: {', '.join(unknown)}")
+    rows = [row for row in rows if costs.known(row.method)]
     for label, bandwidth in BANDWIDTHS.items():
         reached, never = {}, []
         for row in rows:
@@ -374,6 +381,7 @@ def plot(task: Task, rows: Sequence[Row], costs: Costs | None, stem: Path) -> li
     plt.close(figure)
     if costs is None:
         return paths
+    kept = [(row, losses) for row, losses in kept if costs.known(row.method)]
     paths.append(stem.with_name(f"{stem.name}_time.png"))
     figure, axes = plt.subplots(2, 2, figsize=(12, 8), sharey=True)
     for axis, (label, bandwidth) in zip(axes.flat, BANDWIDTHS.items(), strict=True):

@@ -219,6 +219,7 @@ def test_seconds_follow_the_planner_and_the_bytes() -> None:
     assert half.seconds(3.0) == pytest.approx(wire.dense / 2, rel=0.1)
     assert votes.bytes == pytest.approx(0.1875, rel=0.05) and powersgd.bytes < 0.15 and powersgd.compressed < wire.dense
     costs = _report.Costs(0.5, {"adamw": 0.1}, "")
+    assert costs.known("adamw_published") and not costs.known("lamb") and _report.Costs(0.5, {}, "").known("lamb")
     one = {**SEARCHED[1], "validation": [[500, 6.0], [1000, 5.0]], "sent": [3000.0, 6000.0]}
     assert _report.times(task, one, 1e15, costs) == pytest.approx([300.0, 600.0], rel=1e-3)
 

@@ -258,12 +258,9 @@ def test_the_verdict_says_what_is_fastest_at_adamws_learning_rate_too() -> None:
     """As docs/choosing does: below 1 Gb/s BinSGDM, where its learning rate can be searched for."""
     slow = Cluster(gpus=8, bandwidth=1e8)
     assert plan(slow, BERT).best.name == "binsgdm"
-    second = predict(slow, BERT, "zero_one_adam")
-    assert (
-        "BinSGDM needs a learning rate of its own; at AdamW's, 0/1 Adam, flat makes the run "
-        in plan(slow, BERT).verdict
-    )
-    assert second.mean_seconds < predict(slow, BERT, "onebit_adam").mean_seconds, "its warm-up has fewer dense steps"
+    for steps, title in ((400, "1-bit Adam"), (1000, "0/1 Adam"), (100_000, "0/1 Adam")):
+        said = f"BinSGDM needs a learning rate of its own; at AdamW's, {title}, flat makes the run "
+        assert said in plan(slow, replace(BERT, steps=steps)).verdict, steps
     for names in (["onebit_adam", "zero_one_adam"], ["binsgdm", "onebit_sgd"]):
         assert "AdamW's" not in plan(slow, BERT, names).verdict
 
