@@ -83,8 +83,7 @@ def main(arguments: list[str] | None = None) -> None:
     train, validation = load_manual()
     before = mean_loss(model, validation, chosen.context, 256)
     quarter = max(1, chosen.tune_steps // 4)
-    gaps = ob.LocalSteps(double_every=quarter)  # between synchronisations: 1, 2, 4 steps
-    strategy = ob.OnebitStrategy("zero_one_adam", freeze_step=quarter, local_steps=gaps)
+    strategy = ob.OnebitStrategy("zero_one_adam", freeze_step=quarter)
     trainer = trainer_for(strategy, chosen.tune_steps, chosen.devices, [])
     trainer.fit(model, DataLoader(TextWindows(train, chosen.context), chosen.batch_size, shuffle=True, drop_last=True))
     identical = replicas_identical(model)
