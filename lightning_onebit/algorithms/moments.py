@@ -272,15 +272,24 @@ class FrozenMoments(Rule):
         return woken
 
     def _mostly_woken(self, members: list[int]) -> list[int]:
-        """Those that were mostly cold and mostly have gradients now; of several shards, if that is so of most of the elements."""
+        """Those whose denominators were mostly cold and whose gradients are mostly not 0 now, elements of all shards together.
+
+        Denominators without a gradient before they were made are alike, and between those of the rest. Not so where all are nearly
+        alike, which rounding to 16 bits makes equal.
+        """
         kept = self.kept
-        here = [_mostly_cold(kept.part("r", i)) and _most(kept.grad(i) != 0) for i in members]
-        if kept.shards is None or not members:
-            return [i for i, woken in zip(members, here, strict=True) if woken]
-        sizes = [kept.layout.params[i].numel() for i in members]
-        rows = [[size * woken, size] for size, woken in zip(sizes, here, strict=True)]
-        shares = kept.over_shards(torch.tensor(rows, dtype=torch.float64, device=kept.device), members).tolist()
-        return [i for i, (woken, size) in zip(members, shares, strict=True) if 2 * woken > size]
+        if not members:
+            return []
+        parts = [kept.part("r", i) for i in members]
+        # what most of a parameter equals is what most of some shard equals
+        alike = kept.over_shards(torch.stack([_of_most(r) for r in parts]).view(-1, 1), members, "max")
+        rows = [_compared(r, value, kept.grad(i)) for i, r, value in zip(members, parts, alike[:, 0], strict=True)]
+        counts = kept.over_shards(torch.stack(rows), members).tolist()
+        return [
+            i
+            for i, (below, equal, above, fresh, elements) in zip(members, counts, strict=True)
+            if below and above and 2 * equal > elements and 2 * fresh > elements
+        ]
 
     def take_in(self, index: int, own: dict[str, Tensor], updates: int) -> None:
         """See the base: its denominators, and its momentum as it travels."""
@@ -422,17 +431,17 @@ def _in_order_of(grad: Tensor, like: Tensor) -> Tensor:
     return grad if grad.stride() == like.stride() else torch.empty_like(like).copy_(grad)
 
 
-def _mostly_cold(r: Tensor) -> bool:
-    """Whether most of a tensor had no gradient before its denominators were made: these are alike, and between those of the rest.
-
-    Not so where all are nearly alike, which rounding to 16 bits makes equal.
-    """
-    if r.numel() <= 1:
-        return False
-    most, few = r.median().float(), 4 * torch.finfo(r.dtype).eps
-    return bool((r.min() < most * (1 - few)) & (most * (1 + few) < r.max())) and _most(r == most)
+def _of_most(r: Tensor) -> Tensor:
+    """The value, fp64 (), that more than half of a tensor have; 0 if there is none."""
+    if not r.numel():
+        return torch.zeros((), dtype=torch.float64, device=r.device)
+    middle = r.median()
+    return middle.double() * (2 * torch.count_nonzero(r == middle) > r.numel())
 
 
-def _most(elements: Tensor) -> bool:
-    """Whether more than half of some booleans are true."""
-    return bool(2 * torch.count_nonzero(elements) > elements.numel())
+def _compared(r: Tensor, value: Tensor, grad: Tensor) -> Tensor:
+    """How many elements lie clearly below a value, equal it and lie clearly above it, have a gradient, and are there; fp64 ``(5,)``."""
+    few = 4 * torch.finfo(r.dtype).eps
+    found = (r < value * (1 - few), r == value, r > value * (1 + few), grad != 0)
+    counts = [torch.count_nonzero(elements) for elements in found]
+    return torch.stack([*counts, torch.full_like(counts[0], r.numel())]).double()

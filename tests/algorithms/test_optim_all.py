@@ -1051,8 +1051,11 @@ def test_denominators_that_16_bits_make_alike_are_not_those_of_a_cold_tensor() -
     of_the_rest = torch.exp(torch.randn(400, generator=draws))
     cold = torch.cat([of_the_rest, torch.ones(600)])
     for dtype in (torch.float32, torch.bfloat16):
-        assert not moments._mostly_cold(alike.to(dtype))
-        assert moments._mostly_cold(cold.to(dtype))
+        for values, between in ((alike, False), (cold, True)):
+            r = values.to(dtype)
+            below, equal, above, fresh, elements = moments._compared(r, moments._of_most(r), r != 1).tolist()
+            assert bool(below and above) is between and elements == r.numel() and fresh == elements - (r == 1).sum()
+            assert 2 * equal > elements or (dtype is torch.float32 and not between)
 
 
 def test_the_points_of_the_resume_test_lie_between_local_steps_too() -> None:

@@ -338,26 +338,26 @@ def test_the_global_norm_counts_every_element_once() -> None:
 
 
 class Rare(nn.Module):
-    """An embedding of which one shard is never asked for before ``late``, and a part that is used from then on."""
+    """An embedding of which ``known`` rows of 8 are asked for before ``late``, and a part that is used from then on."""
 
-    def __init__(self) -> None:
+    def __init__(self, known: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.words = nn.Embedding(9, 64)
+        self.known, self.words = known, nn.Embedding(8, 64)
         self.usual = nn.Linear(64, 64)
         self.unusual = nn.Linear(64, 64)
 
     def forward(self, x: Tensor, late: bool) -> Tensor:
-        x = self.usual(self.words(x % (9 if late else 5)))
+        x = self.usual(self.words(x % (8 if late else self.known)))
         return self.unusual(x) if late else x
 
 
-def of_late(rank: int, world: int, rule: str) -> dict[str, Any]:
+def of_late(rank: int, world: int, rule: str, known: int) -> dict[str, Any]:
     from torch.distributed.fsdp import fully_shard
 
     of = mesh()
     group, node = of["replicate"].get_group(), rank // 2
-    sharded, plain = Rare(), Rare()
+    sharded, plain = Rare(known), Rare(known)
     for part in (sharded.words, sharded.usual, sharded.unusual):
         fully_shard(part, mesh=of["shard"])
     ours, theirs = make(rule, sharded.parameters(), group), make(rule, plain.parameters(), group)
@@ -365,7 +365,7 @@ def of_late(rank: int, world: int, rule: str) -> dict[str, Any]:
     for step in range(20):
         for module, workers in ((sharded, [rank]), (plain, [2 * node, 2 * node + 1])):
             for worker in workers:
-                words = torch.randint(0, 9, (16,), generator=torch.Generator().manual_seed(100 * step + worker))
+                words = torch.randint(0, 8, (16,), generator=torch.Generator().manual_seed(100 * step + worker))
                 # the new part is used in the first replica alone
                 out = module(words, step >= 8 and node == 0)
                 (out - 1).square().mean().div(len(workers)).backward()
@@ -388,13 +388,14 @@ def of_late(rank: int, world: int, rule: str) -> dict[str, Any]:
 LATE = ["onebit_adam", "onebit_lamb", "zero_one_adam", "binsgdm"]
 
 
-def of_late_everywhere(rank: int, world: int, rules: list[str]) -> dict[str, Any]:
-    return {rule: of_late(rank, world, rule) for rule in rules}
+def of_late_everywhere(rank: int, world: int, rules: list[str], known: int) -> dict[str, Any]:
+    return {rule: of_late(rank, world, rule, known) for rule in rules}
 
 
-def test_what_is_cold_or_late_is_a_whole_parameter() -> None:
+@pytest.mark.parametrize("known", [4, 3], ids=["half of the rows are cold", "most are"])
+def test_what_is_cold_or_late_is_a_whole_parameter(known: int) -> None:
     """A shard of an embedding without a gradient is not a tensor without one; a part's first gradient is heard of on all ranks."""
-    for rule, ranks in of_rules(run_ranks(of_late_everywhere, 4, LATE, timeout=120)).items():
+    for rule, ranks in of_rules(run_ranks(of_late_everywhere, 4, LATE, known, timeout=120)).items():
         assert all(rank["replicas"] for rank in ranks), rule
         if rule == "binsgdm":
             continue
@@ -403,6 +404,10 @@ def test_what_is_cold_or_late_is_a_whole_parameter() -> None:
             assert all(ours == theirs for ours, theirs in rank["late"] + rank["cold"]), rule
             assert max(rank["apart"]) == 0.0, (rule, rank["apart"])
         assert any(ours for ours, _ in ranks[0]["late"]) and any(ours for ours, _ in ranks[0]["cold"]), rule
+        woken = any(0 in ours for ours, _ in ranks[0]["late"])
+        assert woken is (rule != "onebit_lamb"), (
+            "a refresh finds the rows' first gradients (half of them and what equals them)"
+        )
 
 
 def of_rules(ranks: list[dict[str, Any]]) -> dict[str, list[Any]]:
