@@ -213,7 +213,7 @@ def _shared(optimizers: Sequence[torch.optim.Optimizer], names: dict[Tensor, str
                 continue
             pair = [o for o in (optimizers[first], optimizer) if isinstance(o, OnebitOptimizer)]
             kinds = [type(o).__name__ for o in pair]
-            if local := [kind for kind, o in zip(kinds, pair, strict=True) if o.local_steps]:
+            if local := [kind for kind, o in zip(kinds, pair, strict=True) if getattr(o.options, "local_steps", None)]:
                 why = f"{local[0]} makes local steps, which the other one would take for the model that ranks share"
             elif p.dtype != torch.float32:
                 why = f"each would keep a master copy of its {p.dtype} values and undo the other one's steps"

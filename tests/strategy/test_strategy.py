@@ -423,9 +423,9 @@ def shared_parameter(module: Any) -> Any:
     return [ob.OnebitAdam(module.net.parameters()), torch.optim.SGD(module.net[0].parameters(), lr=0.1)]
 
 
-def two_of_one_layer(module: Any) -> list[Any]:
+def two_of_one_layer(module: Any, kind: Any = ob.OnebitAdam) -> list[Any]:
     exchange = ob.ExchangeOptions(block_size=32)
-    return [ob.OnebitAdam(module.net[0].parameters(), lr=lr, freeze_step=2, exchange=exchange) for lr in (1e-2, 1e-3)]
+    return [kind(module.net[0].parameters(), lr=lr, freeze_step=2, exchange=exchange) for lr in (1e-2, 1e-3)]
 
 
 def foreign_parameter(module: Any) -> Any:
@@ -535,7 +535,10 @@ REFUSED: dict[str, dict[str, Any]] = {
         "words": ["net.0.weight", "give it to one of them"],
     },
     "shared with local steps": {
-        "configure": lambda m: [ob.ZeroOneAdam(m.parameters()), ob.ZeroOneAdam(m.net[0].parameters())],
+        "configure": lambda m: [
+            ob.ZeroOneAdam(m.parameters()),
+            ob.ZeroOneAdam(m.net[0].parameters(), local_steps=ob.LocalSteps()),
+        ],
         "options": {"algorithm": "zero_one_adam"},
         "manual": True,
         "words": ["net.0.weight", "optimizers 0 and 1", "ZeroOneAdam makes local steps", "give it to one of them"],
@@ -644,25 +647,39 @@ def test_what_could_not_take_effect_or_be_trained_raises_when_fitting_starts_and
             assert word in message, f"{name}: {message}"
 
 
-def sharing(rank: int, world: int) -> tuple[list[str], list[int]]:
+def sharing(rank: int, world: int) -> list[tuple[list[str], list[int], float]]:
     pl = enter(rank)
+    longest: list[float] = []
 
     def by_turns(module: Any, batch: Any, _: int) -> None:
+        weight = module.net[0].weight
         for optimizer in module.optimizers():
             optimizer.zero_grad()
             module.manual_backward(torch.nn.functional.cross_entropy(module.net(batch[0]), batch[1]))
+            before = weight.detach().clone()
             optimizer.step()
+            longest.append(float((weight.detach() - before).abs().max()) / optimizer.param_groups[0]["lr"])
 
-    module = make_module(pl, two_of_one_layer, training_step=by_turns, automatic_optimization=False)
-    trainer = quiet_trainer(pl, strategy_class()())
-    trainer.fit(module, loader())
-    compressed = [optimizer.ledger.compressed_steps for optimizer in trainer.strategy.onebit_optimizers]
-    return same_on_all_ranks(dict(module.named_parameters())), compressed
+    found = []
+    for kind in (ob.OnebitAdam, ob.ZeroOneAdam):
+
+        def configure(module: Any, kind: Any = kind) -> Any:
+            return two_of_one_layer(module, kind)
+
+        module = make_module(pl, configure, training_step=by_turns, automatic_optimization=False)
+        trainer = quiet_trainer(pl, strategy_class()(kind.algorithm))
+        longest.clear()
+        trainer.fit(module, loader())
+        compressed = [optimizer.ledger.compressed_steps for optimizer in trainer.strategy.onebit_optimizers]
+        found.append((same_on_all_ranks(dict(module.named_parameters())), compressed, max(longest)))
+    return found
 
 
 def test_optimizers_without_local_steps_may_share_fp32_parameters() -> None:
-    for different, compressed in run_ranks(sharing, 2):
-        assert different == [] and compressed == [2, 2]
+    for found in run_ranks(sharing, 2):
+        for different, compressed, longest in found:
+            assert different == [] and compressed == [2, 2]
+            assert 0 < longest < 5, "in units of its learning rate: more would undo the other one's tenfold steps"
 
 
 # ----- the default freeze ---------------------------------------------------------------------------------------------------
