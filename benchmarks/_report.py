@@ -308,8 +308,14 @@ def validation(run: Mapping[str, Any]) -> list[float]:
     return [loss for _, loss in run["validation"]]
 
 
-def print_first(task: Task, rows: Sequence[Row], costs: Costs) -> None:
-    """At every bandwidth, when each method's mean loss first is at most AdamW's last one.
+def print_first(task: Task, rows: Sequence[Row], costs: Costs, within: float = 0.0) -> None:
+    """At every bandwidth, when each method's mean loss first is at most AdamW's last one, and how much sooner than AdamW's own.
+
+    Args:
+        task: of the runs.
+        rows: methods at their best learning rates.
+        costs: of a step.
+        within: so much of AdamW's last loss it may be above it.
 
     Raises:
         ValueError: AdamW was not run, or diverged.
@@ -318,7 +324,8 @@ def print_first(task: Task, rows: Sequence[Row], costs: Costs) -> None:
     target = mean_curve(adamw, validation)[-1:] if adamw is not None else []
     if not target:
         raise ValueError(f"there is no AdamW run of task {task.name} that ended; run it first")
-    print(f"seconds until the loss is {target[0]:.4f}, where AdamW ends; {costs.source}")
+    loss = (1 + within) * target[0]
+    print(f"seconds until the loss is {loss:.4f}, {within:.1%} above AdamW's last one; {costs.source}")
     if unknown := [row.method for row in rows if not costs.known(row.method)]:
         print(f"{'':11}costs not measured: {', '.join(unknown)}")
     rows = [row for row in rows if costs.known(row.method)]
@@ -326,13 +333,14 @@ def print_first(task: Task, rows: Sequence[Row], costs: Costs) -> None:
         reached, never = {}, []
         for row in rows:
             seconds = mean_curve(row, lambda run: times(task, run, bandwidth, costs))  # noqa: B023
-            found = first_below(target[0], seconds, mean_curve(row, validation))
+            found = first_below(loss, seconds, mean_curve(row, validation))
             if found is None:
                 never.append(row.method)
             else:
                 reached[row.method] = found
         ranked = sorted(reached.items(), key=lambda item: item[1])
-        print(f"{label:>9}:  " + ", ".join(f"{name} {seconds:,.1f} s" for name, seconds in ranked))
+        own = reached.get("adamw", math.nan)
+        print(f"{label:>9}:  " + ", ".join(f"{name} {found:,.1f} s ({own / found:.1f}x)" for name, found in ranked))
         print(f"{'':11}never: {', '.join(never) or 'none'}")
 
 

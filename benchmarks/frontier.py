@@ -319,7 +319,7 @@ def show(arguments: argparse.Namespace, task: Task) -> None:
         print(f"{message}; there is no picture over time")
     if arguments.command == "first":
         assert costs is not None
-        _report.print_first(task, rows, costs)
+        _report.print_first(task, rows, costs, arguments.within)
         return
     for path in _report.plot(task, rows, costs, arguments.out / f"frontier_{task.name}"):
         print(f"wrote {path}")
@@ -399,6 +399,7 @@ def _parser() -> argparse.ArgumentParser:
     plot = commands.add_parser("plot", help="draw the loss against bytes and against time")
     plot.add_argument("--out", type=Path, default=RUNS.parent, help="folder of the pictures")
     first = commands.add_parser("first", help="which method first reaches AdamW's last loss, by bandwidth")
+    first.add_argument("--within", type=float, default=0.0, help="of AdamW's last loss, above it: 0.01 is one per cent")
     cost = commands.add_parser("cost", help="measure computing and the optimizers' own work")
     traffic = commands.add_parser("bytes", help="hold formulas against what the kernel counts; needs root and iproute2")
     seconds = commands.add_parser(

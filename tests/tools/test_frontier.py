@@ -230,6 +230,25 @@ def test_the_first_time_below_a_loss_lies_between_checks() -> None:
     assert _report.first_below(3.0, [1.0, 2.0], [6.0, 5.0]) is None
 
 
+def test_who_is_first_may_end_above_adamws_loss_where_that_is_allowed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Both make steps of a second, next to which the network is fast; BinSGDM ends 1 % above AdamW."""
+    task = frontier.TASKS["a"]
+    ends = {"adamw": 5.0, "binsgdm": 5.05}
+    lines = [
+        {**run(START, loss, 1, name), "validation": [[500, 6.0], [1000, loss]], "sent": [100.0, 200.0]}
+        for name, loss in ends.items()
+    ]
+    found = _report.best_rows(lines, frontier.SEEDS, frontier.SEARCH_SEED)
+    costs = _report.Costs(1.0, dict.fromkeys(ends, 0.0), "")
+    _report.print_first(task, found, costs)
+    assert "10 Gb/s:  adamw 1,00" in (out := capsys.readouterr().out) and "never: binsgdm" in out
+    _report.print_first(task, found, costs, within=0.02)
+    out = capsys.readouterr().out
+    assert "5.1000" in out and "binsgdm 974" in out.split("25 Gb/s")[1] and "(1.0x)" in out and "never: none" in out
+    with pytest.raises(ValueError, match="no AdamW run"):
+        _report.print_first(task, found[1:], costs)
+
+
 @pytest.mark.parametrize(
     ("name", "step_bytes"),
     [
