@@ -131,7 +131,7 @@ def _count(task: Task, name: str) -> dict[str, Any]:
 # ----- seconds --------------------------------------------------------------------------------------------------------
 
 
-def measure_costs(task: Task, device: str, precision: str, names: Iterable[str], repeats: int = 10) -> dict[str, Any]:
+def measure_costs(task: Task, device: str, precision: str, names: Iterable[str], repeats: int = 40) -> dict[str, Any]:
     """Milliseconds of a step of one worker before anything is sent.
 
     Args:
