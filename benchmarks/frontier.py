@@ -154,8 +154,8 @@ def search(found: Mapping[float, float], start: float) -> tuple[list[float], flo
         found: losses of the search so far, by learning rate.
         start: where it begins, with both neighbours.
     """
-    if missing := [lr for lr in (start, *_around(start)) if lr not in found]:
-        return missing, None
+    if start not in found:
+        return [lr for lr in (start, *_around(start)) if lr not in found], None
     best = min(found, key=lambda lr: (found[lr], lr))
     missing = [lr for lr in _around(best) if lr not in found and abs(math.log2(lr / start)) < FARTHEST + 0.5]
     return missing, None if missing else best

@@ -47,6 +47,10 @@ def test_a_search_goes_on_until_both_neighbours_of_the_best_rate_are_worse() -> 
     assert sorted(found) == [5e-4, 1e-3, 2e-3, 4e-3, 8e-3]
 
 
+def test_a_best_rate_between_worse_ones_ends_a_search_wherever_it_began() -> None:
+    assert frontier.search({START: 3.0, START / 2: 1.0, START / 4: 2.0}, START) == ([], START / 2)
+
+
 def test_a_search_that_gets_better_without_end_ends() -> None:
     found: dict[float, float] = {}
     while missing := frontier.search(found, START)[0]:
