@@ -326,7 +326,7 @@ def show(arguments: argparse.Namespace, task: Task) -> None:
 
 
 def measure(arguments: argparse.Namespace, task: Task) -> None:
-    """``cost``, ``bytes`` and ``seconds``: a file that keeps what other tasks, processors and bandwidths have left in it.
+    """``cost``, ``bytes`` and ``seconds``: a file that keeps what other tasks, processors, bandwidths and, of costs, methods have left.
 
     Raises:
         ValueError: no network can be made, or for ``seconds`` no costs.
@@ -339,6 +339,8 @@ def measure(arguments: argparse.Namespace, task: Task) -> None:
     else:
         path, key, found = _over_network(arguments, task, [name for name in names if _traffic.countable(name)])
     stored = json.loads(path.read_text()) if path.exists() else {}
+    if arguments.command == "cost":
+        found["local_ms"] = stored.get(key, {}).get("local_ms", {}) | found["local_ms"]
     write_json(path, stored | {key: found})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import math
@@ -226,6 +227,19 @@ def test_seconds_follow_the_planner_and_the_bytes() -> None:
     assert costs.known("adamw_published") and not costs.known("lamb") and _report.Costs(0.5, {}, "").known("lamb")
     one = {**SEARCHED[1], "validation": [[500, 6.0], [1000, 5.0]], "sent": [3000.0, 6000.0]}
     assert _report.times(task, one, 1e15, costs) == pytest.approx([300.0, 600.0], rel=1e-3)
+
+
+def test_costs_of_some_methods_leave_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontier, "COSTS", tmp_path / "costs.json")
+    for only, ms in (("^(lion|adamw)$", 1.0), ("^lion$", 2.0)):
+        monkeypatch.setattr(
+            frontier._traffic,
+            "measure_costs",
+            lambda task, device, precision, names, ms=ms: {"compute_ms": ms, "local_ms": dict.fromkeys(names, ms)},
+        )
+        frontier.measure(argparse.Namespace(command="cost", only=only, device="cpu"), frontier.TASKS["a"])
+    (found,) = json.loads((tmp_path / "costs.json").read_text()).values()
+    assert found == {"compute_ms": 2.0, "local_ms": {"adamw": 1.0, "lion": 2.0}}
 
 
 def test_the_first_time_below_a_loss_lies_between_checks() -> None:
