@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import _report
+import _traffic
 import frontier
 from _ddp import Dion, _source, dion_elements, powersgd_elements
 from _language import GPT, backward, model_of
@@ -229,11 +230,19 @@ def test_seconds_follow_the_planner_and_the_bytes() -> None:
     assert _report.times(task, one, 1e15, costs) == pytest.approx([300.0, 600.0], rel=1e-3)
 
 
+def test_what_is_measured_of_a_step_comes_after_the_freeze() -> None:
+    """1-bit LAMB freezes after a fifth of its task, and dense steps would have been measured instead."""
+    for task in map(_traffic._soon_frozen, frontier.TASKS.values()):
+        for name in ("onebit_adam", "onebit_lamb", "onebit_lamb_16bit", "zero_one_adam"):
+            optimizer = METHODS[name].make([torch.nn.Parameter(torch.zeros(8))], 1e-3, task, None)
+            assert optimizer.options.freeze_step <= _traffic.WARM, name
+
+
 def test_costs_of_some_methods_leave_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontier, "COSTS", tmp_path / "costs.json")
     for only, ms in (("^(lion|adamw)$", 1.0), ("^lion$", 2.0)):
         monkeypatch.setattr(
-            frontier._traffic,
+            _traffic,
             "measure_costs",
             lambda task, device, precision, names, ms=ms: {"compute_ms": ms, "local_ms": dict.fromkeys(names, ms)},
         )
