@@ -326,7 +326,7 @@ def show(arguments: argparse.Namespace, task: Task) -> None:
 
 
 def measure(arguments: argparse.Namespace, task: Task) -> None:
-    """``cost``, ``bytes`` and ``seconds``: a file that keeps what other tasks, processors, bandwidths and, of costs, methods have left.
+    """``cost``, ``bytes`` and ``seconds``: a file that keeps what other tasks, processors, bandwidths and methods have left.
 
     Raises:
         ValueError: no network can be made, or for ``seconds`` no costs.
@@ -341,6 +341,8 @@ def measure(arguments: argparse.Namespace, task: Task) -> None:
     stored = json.loads(path.read_text()) if path.exists() else {}
     if arguments.command == "cost":
         found["local_ms"] = stored.get(key, {}).get("local_ms", {}) | found["local_ms"]
+    else:
+        found = list({row["method"]: row for row in [*stored.get(key, []), *found]}.values())
     write_json(path, stored | {key: found})
 
 

@@ -251,6 +251,16 @@ def test_costs_of_some_methods_leave_those_of_others(tmp_path: Path, monkeypatch
     assert found == {"compute_ms": 2.0, "local_ms": {"adamw": 1.0, "lion": 2.0}}
 
 
+def test_bytes_of_some_methods_leave_those_of_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "bytes.json"
+    for methods, nbytes in ((("adamw", "binsgdm"), 1.0), (("binsgdm",), 2.0)):
+        rows = [{"method": name, "kernel": nbytes} for name in methods]
+        monkeypatch.setattr(frontier, "_over_network", lambda *_, rows=rows: (path, "a 2 hosts", rows))
+        frontier.measure(argparse.Namespace(command="bytes", only="."), frontier.TASKS["a"])
+    found = json.loads(path.read_text())["a 2 hosts"]
+    assert found == [{"method": "adamw", "kernel": 1.0}, {"method": "binsgdm", "kernel": 2.0}]
+
+
 def test_the_first_time_below_a_loss_lies_between_checks() -> None:
     assert _report.first_below(4.5, [1.0, 2.0, 3.0], [6.0, 5.0, 4.0]) == 2.5
     assert _report.first_below(7.0, [1.0, 2.0], [6.0, 5.0]) == 1.0
